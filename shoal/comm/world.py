@@ -1,0 +1,184 @@
+"""The processes of one run, and the only place where process groups are made and destroyed.
+
+A :class:`World` is what a launcher gives: this process's rank, how many there are, its device. Groups come from it
+and die with it, so every one of them has the run's time-out and a name, and a finished run always destroys them
+(a process that exits with groups open can end in SIGABRT after all its work is done).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.ledger import Ledger
+from shoal.errors import ConfigError, setting
+
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some ranks that communicate. ``axis`` names the mesh axes they span; one rank alone has no handle."""
+
+    ranks: tuple[int, ...]
+    axis: str
+    ledger: Ledger = field(repr=False, compare=False)
+    handle: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class World:
+    """This process among the ranks of a run.
+
+    ``rank`` of ``size`` processes, ``device`` for its tensors, ``ledger`` for the words it receives. Use it as a
+    context manager, or call :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        store: dist.Store | None = None,
+        *,
+        device: torch.device | None = None,
+        timeout_s: float = TIMEOUT_S,
+        name: str = "shoal",
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.device = device or torch.device("cpu")
+        self.ledger = Ledger()
+        self._timeout = timedelta(seconds=timeout_s)
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._open = False
+        if size > 1:
+            assert store is not None, "several ranks need a store to meet at"
+            # A prefix of its own per start: ranks restarted on a kept store would read their dead peers' addresses.
+            dist.init_process_group(
+                "nccl" if self.device.type == "cuda" else "gloo",
+                store=dist.PrefixStore(name, store),
+                rank=rank,
+                world_size=size,
+                timeout=self._timeout,
+                device_id=self.device if self.device.type == "cuda" else None,
+            )
+            self._open = True
+            everyone = tuple(range(size))
+            self._groups[everyone] = Group(everyone, "world", self.ledger, dist.group.WORLD)
+
+    @property
+    def everyone(self) -> Group:
+        """All ranks."""
+        return self.group(tuple(range(self.size)), "world")
+
+    def group(self, ranks: tuple[int, ...], axis: str) -> Group:
+        """The group over ``ranks`` (ascending, this rank among them), made at the first call by all its members."""
+        assert self.rank in ranks, f"rank {self.rank} is not in {ranks}"
+        assert list(ranks) == sorted(set(ranks)), f"ranks must ascend: {ranks}"
+        if (known := self._groups.get(ranks)) is None:
+            handle = None
+            if len(ranks) > 1:
+                # new_group would fall back to 30 minutes if it were not given the run's time-out.
+                handle = dist.new_group(
+                    list(ranks),
+                    timeout=self._timeout,
+                    use_local_synchronization=True,
+                    group_desc=f"{axis}:{'-'.join(map(str, ranks))}",
+                )
+            known = self._groups[ranks] = Group(ranks, axis, self.ledger, handle)
+        return Group(ranks, axis, self.ledger, known.handle) if known.axis != axis else known
+
+    def open_groups(self, wanted: Iterable[tuple[tuple[int, ...], str]]) -> None:
+        """Make several groups, in one order on all ranks, so that overlapping groups cannot wait for each other."""
+        for ranks, axis in sorted(set(wanted)):
+            self.group(ranks, axis)
+
+    def close(self) -> None:
+        """Destroy every group. A second call does nothing."""
+        if self._open:
+            self._open = False
+            self._groups.clear()
+            dist.destroy_process_group()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:  # After a failure the groups may be unusable; the error already under way matters more.
+            with suppress(RuntimeError):
+                self.close()
+
+
+def init(*, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> World:
+    """The world that a launcher describes: torchrun's or Slurm's environment variables, else one process alone.
+
+    ``device`` is ``"cpu"``, ``"cuda"`` (each rank takes the GPU of its local rank) or ``"auto"`` (CUDA where there is
+    one). Raises :class:`ConfigError` for a half-set or unreadable launch environment.
+    """
+    rank, size, local = _launched()
+    where = pick_device(device, local)
+    if size == 1:
+        return World(device=where, timeout_s=timeout_s)
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not address or not port:
+        raise ConfigError(
+            f"{size} processes were started but MASTER_ADDR and MASTER_PORT are not set; "
+            "start them with torchrun, or set both to the host and a free port of rank 0"
+        )
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        address,
+        _integer("MASTER_PORT", port),
+        world_size=size,
+        is_master=rank == 0 and not agent_serves,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return World(rank, size, store, device=where, timeout_s=timeout_s, name=f"shoal/{start}")
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """The device that ``name`` ("cpu", "cuda" or "auto") means for one process of a host."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(setting("run.device", name, "this machine has no CUDA device", "use cpu or auto"))
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _launched() -> tuple[int, int, int]:
+    """(rank, size, local rank) from the environment; (0, 1, 0) when nothing launched this process."""
+    env = os.environ
+    for rank, size, local in (
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ):
+        if rank in env and size in env:
+            found = _integer(rank, env[rank]), _integer(size, env[size]), _integer(local, env.get(local, "0"))
+            if not 0 <= found[0] < found[1]:
+                raise ConfigError(setting(rank, env[rank], f"not below {size} = {env[size]}", "check the launcher"))
+            return found
+    return 0, 1, 0
+
+
+def _integer(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(setting(name, text, "not a whole number", "check the launcher")) from None

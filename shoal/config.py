@@ -1,0 +1,263 @@
+"""A run file: one validated value for a whole run, read from TOML with ``--set section.key=value`` on top.
+
+Unknown keys are refused with their nearest match; every error names the setting, its value and what is legal.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shoal.errors import ConfigError, nearest, setting
+from shoal.layout import Layout
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Count = Annotated[int, Field(ge=1)]
+Interval = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Frozen, strict about keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Model(Section):
+    """The sizes of a Llama-style decoder."""
+
+    layers: Count
+    hidden: Count
+    heads: Count
+    kv_heads: Interval = Field(0, description="key/value heads; 0: as many as heads")
+    ffn: Count
+    vocab: Count
+    tied: bool = Field(False, description="output matrix shared with the input embedding")
+    dropout: Fraction = 0.0
+    rope_theta: float = Field(10_000.0, gt=0)
+    norm_eps: float = Field(1e-5, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_heads(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and not values.get("kv_heads") and "heads" in values:
+            return {**values, "kv_heads": values["heads"]}
+        return values
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Model:
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            raise ValueError(
+                setting("hidden", self.hidden, f"must be heads ({self.heads}) times an even head size",
+                        f"use {self._near(self.hidden, 2 * self.heads)}")
+            )  # fmt: skip
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                setting("kv_heads", self.kv_heads, f"must divide heads ({self.heads})",
+                        f"use one of {[n for n in range(1, self.heads + 1) if self.heads % n == 0]}")
+            )  # fmt: skip
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def experts(self) -> int:
+        """A dense model has none."""
+        return 0
+
+    @staticmethod
+    def _near(value: int, unit: int) -> int:
+        return max(unit, round(value / unit) * unit)
+
+
+class Data(Section):
+    """Where samples come from."""
+
+    source: Literal["tokens", "synthetic"] = Field(
+        "tokens", description="a token store, or random tokens that need no file"
+    )
+    path: Path | None = Field(None, description="token store made by `shoal data`, or Megatron's .bin/.idx")
+    text: Path | None = Field(None, description="text or JSONL from which `train` makes the store if it is missing")
+    separator: str | None = Field(None, description="what stands between documents in a text file")
+    tokenizer_vocab: Count | None = Field(
+        None, description="entries of the tokenizer that is trained on the text if the store is missing"
+    )
+    seq_len: Count
+    batch: Count = Field(description="samples in a step, over all ranks")
+    validation: Fraction = Field(0.0, description="share of the samples kept for validation")
+    documents: bool = Field(False, description="attention and positions stop at document bounds")
+
+    @model_validator(mode="after")
+    def _has_path(self) -> Data:
+        if self.source == "tokens" and self.path is None:
+            raise ValueError('path is missing; name a token store, or use source = "synthetic"')
+        return self
+
+
+class Optimizer(Section):
+    """How weights are updated."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(1e-3, gt=0)
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="adamw")
+    eps: float = Field(1e-8, gt=0, description="adamw")
+    momentum: Fraction = Field(0.0, description="sgd")
+    weight_decay: float = Field(0.1, ge=0, description="on matrices; vectors never decay")
+    clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0 leaves gradients alone")
+
+
+class Schedule(Section):
+    """The learning rate over the steps of a run."""
+
+    kind: Literal["constant", "cosine", "wsd"] = "cosine"
+    warmup: Interval = Field(0, description="steps of linear warm-up")
+    decay: Fraction | Literal[1] = Field(0.2, description="wsd: last share of the steps, over which the rate falls")
+    floor: float = Field(0.1, ge=0, le=1, description="final rate as a share of the highest")
+
+
+class Evaluation(Section):
+    """Validation loss while training."""
+
+    every: Interval = Field(0, description="steps between evaluations; 0 evaluates at the end only")
+    batches: Count = Field(8, description="batches at most, each of data.batch samples")
+
+
+class Checkpoint(Section):
+    """What is saved, and how often."""
+
+    every: Interval = Field(0, description="steps between saves; 0 saves at the end only")
+    keep: Count = Field(2, description="newest checkpoints that stay")
+
+
+class Log(Section):
+    """Where metrics go besides the console and metrics.jsonl."""
+
+    tensorboard: bool = False
+    wandb: bool = False
+    project: str = Field("shoal", description="Weights & Biases project")
+
+
+class Run(Section):
+    """The run as a whole."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$")
+    folder: Path = Field(Path("out"), description="checkpoints and metrics go to folder/name")
+    steps: Count
+    seed: int = Field(0, ge=0, lt=2**63)
+    device: Literal["cpu", "cuda", "auto"] = "cpu"
+    timeout: float = Field(600.0, gt=0, description="seconds after which a collective that nobody answers fails")
+    sample: str | None = Field(None, description="prompt of the text printed when training ends")
+    sample_tokens: Count = 100
+
+
+class Config(Section):
+    """A whole run file."""
+
+    run: Run
+    model: Model
+    data: Data
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    layout: dict[str, int | str] = Field(
+        default_factory=dict, description='the keys of `--layout`, such as dp = 2 or tp = "4:2d"'
+    )
+
+    def plan(self) -> Layout:
+        """The layout that the file names. Raises LayoutError where it is malformed."""
+        return Layout.from_table(self.layout)
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The run file at ``path`` with ``overrides`` (each ``section.key=value``, the value in TOML or a bare word).
+
+    Raises :class:`ConfigError`, with one line per fault.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        raise ConfigError(
+            f"run file {path}: there is no such file; runs/quickstart.toml is one to begin with"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"run file {path}: not valid TOML: {error}") from None
+    for override in overrides:
+        _override(table, override)
+    return parse(table)
+
+
+def parse(table: Mapping[str, Any]) -> Config:
+    """A validated configuration from nested mappings. Raises :class:`ConfigError`, with one line per fault."""
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        lines = [_explain(fault) for fault in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def toml(config: Config) -> str:
+    """The whole configuration, defaults included, as TOML that :func:`load` reads back."""
+    lines: list[str] = []
+    for name, section in config.model_dump(mode="json", exclude_none=True).items():
+        lines += [f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in section.items()), ""]
+    return "\n".join(lines)
+
+
+def _override(table: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not (equals and dot and section and name):
+        raise ConfigError(f"--set {text}: write section.key=value, such as --set optimizer.lr=3e-4")
+    try:
+        parsed = tomllib.loads(f"x = {value}")["x"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    if not isinstance(table.setdefault(section, {}), dict):
+        raise ConfigError(f"{section}: must be a section, [{section}]")
+    table[section][name] = parsed
+
+
+def _explain(fault: Any) -> str:
+    """One line for one of pydantic's faults: the dotted setting, its value, what is wrong or legal."""
+    place = [str(part) for part in fault["loc"] if not str(part).startswith(("function-", "constrained-", "literal["))]
+    name = ".".join(place)
+    if fault["type"] == "extra_forbidden":
+        known = _keys(place[:-1])
+        return f"{name}: unknown key{nearest(place[-1], known)}; known here: {', '.join(sorted(known))}"
+    if fault["type"] == "missing":
+        return f"{name}: missing; the run file must set it"
+    if fault["type"] == "value_error":
+        return f"{name}.{fault['ctx']['error']}"
+    return setting(
+        name,
+        fault["input"],
+        fault["msg"][0].lower() + fault["msg"][1:],
+        "see --print-config for legal values",
+    )
+
+
+def _keys(place: Sequence[str]) -> list[str]:
+    model: Any = Config
+    for part in place:
+        model = model.model_fields[part].annotation
+    return list(model.model_fields)
+
+
+def _toml_value(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+            return f'"{escaped}"'
+        case list() | tuple():
+            return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        case _:
+            return str(value)

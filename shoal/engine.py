@@ -1,0 +1,290 @@
+"""A model under a layout: build it, step it, evaluate it, save and load it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from shoal import checkpoint
+from shoal.comm.collectives import Reduction, all_reduce, broadcast, start_all_reduce
+from shoal.comm.world import World
+from shoal.config import Optimizer
+from shoal.data_parallel.allreduce import AllReduce
+from shoal.data_parallel.buckets import Bucket, Slot, build_buckets
+from shoal.errors import ConfigError, LayoutError, setting
+from shoal.holdings import buffer_holdings, hold, materialise, persistent_buffers
+from shoal.layout import Layout
+from shoal.mesh import Mesh
+from shoal.model.task import Batch, PlainTask, Task
+from shoal.optim.clip import clip_factor, global_norm
+from shoal.optim.optimizers import Run, Updater, state_names
+from shoal.pipeline.executor import Executor, Handlers, Stage
+from shoal.pipeline.program import faults
+from shoal.pipeline.schedules import single
+from shoal.placement import Holding
+from shoal.tensor import whole as whole_tensors
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One finished optimizer step.
+
+    ``loss`` is the mean over the ``weight`` positions (or samples) of the whole step, all ranks together;
+    ``grad_norm`` that of all gradients before clipping; ``lr`` the rate that was applied.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    weight: float
+
+
+class Engine:
+    """Trains a model under a layout.
+
+    ``model`` answers as a :class:`~shoal.model.task.Task` does (Shoal's decoder, built on the meta device so that
+    weights come into being only where they are held), or is any ``nn.Module``, taken as it is, with
+    ``loss(output, batch)`` that sums over samples and, if the mean is not over samples, ``weight(batch)``; its
+    parameters are then copied from rank 0. ``rate(step)`` scales the learning rate.
+
+    Raises :class:`LayoutError` where the layout is not built yet or does not fit the world.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Task,
+        layout: Layout,
+        *,
+        optimizer: Optimizer | None = None,
+        rate: Callable[[int], float] = lambda _: 1.0,
+        seed: int = 0,
+        world: World | None = None,
+        loss: Callable[[Tensor, Batch], Tensor] | None = None,
+        weight: Callable[[Batch], Tensor] | None = None,
+    ) -> None:
+        self.world = world or World()
+        self.layout = layout.fill(self.world.size)
+        self.layout.check_built()
+        self.mesh = Mesh(self.layout.axes, self.world)
+        self.optimizer, self.rate, self.seed = optimizer or Optimizer(), rate, seed
+        self.task = _as_task(model, loss, weight)
+        self.steps_done = 0
+        self.on_gradients: Callable[[], None] = lambda: None
+        """Called when gradients are reduced and not yet clipped: the moment at which they can be compared."""
+        self._apply()
+
+    def _apply(self) -> None:
+        """Apply the layout to the model. The order matters, and here is where it is written."""
+        module, roles, layers = self.task.module, self.task.roles, self.task.layers()
+        grid, coords = self.mesh.grid, self.mesh.coords
+        # Cut into pipeline stages: one, which holds every layer.
+        stages = {0: Stage(tuple((unit, layer) for unit, (_, layer) in enumerate(layers)))}
+        # Place, and materialise what is on the meta device by its placement.
+        place = whole_tensors.place
+        materialise(module, roles, place, coords, self.seed, self.world.device)
+        module.to(self.world.device)
+        held = hold(module, layers, roles, place, grid, coords)
+        # Shard: who reduces with whom, in which buckets.
+        trained = [one for one in held if one.parameter.requires_grad]
+        self._frozen = [one for one in held if not one.parameter.requires_grad]
+        self.mesh.open_groups({who.sum for one in trained for who in one.holders} | {self.mesh.ranks_over("dp")})
+        self._replicas = self.mesh.over("dp")
+        self.buckets = build_buckets(trained, state_names(self.optimizer))
+        self._copy_from_first()
+        self._sync = AllReduce(self.buckets, self.mesh.group)
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                hook = partial(self._collect, bucket, slot)
+                slot.held.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._updater = Updater(self.optimizer, [run for bucket in self.buckets for run in _runs(bucket)])
+        # The Program, and what its actions mean.
+        self.program = single.accumulate(self.layout.mb)
+        assert not (found := faults(self.program)), found
+        handlers = Handlers(
+            unit_done=self._sync.unit_done,
+            reduce=lambda stage: self._sync.reduce(),
+            norm=self._norm,
+            update=self._update,
+        )
+        self._executor = Executor(self.task, stages, handlers)
+
+    def step(self, batch: Batch) -> StepResult:
+        """One optimizer step over this data-parallel rank's samples of the whole step (dim 0 of every tensor).
+
+        They are divided over the layout's micro-batches in order; :class:`LayoutError` when they cannot be.
+        """
+        batches = self._micro_batches(batch)
+        self.task.module.train()
+        weight = self._weight(batches)
+        agreed = start_all_reduce(weight, self._replicas, "weight")
+
+        def scale() -> Tensor:
+            agreed.wait()
+            return 1.0 / weight.clamp(min=1.0)
+
+        context = partial(self.task.context, seed=self.seed, step=self.steps_done, train=True)
+        loss = self._executor.train(self.program, batches, context, scale).double()
+        all_reduce(loss, self._replicas, "loss")
+        self._average_buffers()
+        self.steps_done += 1
+        counted = weight.item()
+        return StepResult(self.steps_done, loss.item() / max(counted, 1.0), self._grad_norm, self._lr, counted)
+
+    def evaluate(self, batch: Batch) -> tuple[float, float]:
+        """(summed loss, weight) over the samples of all ranks, without training; batches add up before dividing."""
+        self.drain()
+        batches = self._micro_batches(batch)
+        self.task.module.eval()
+        loss = self._executor.evaluate(single.forward_only(self.layout.mb), batches, self.task.context)
+        both = torch.stack([loss.double(), self._weight(batches)])
+        all_reduce(both, self._replicas, "evaluation")
+        summed, counted = both.tolist()
+        return summed, counted
+
+    def drain(self) -> None:
+        """Finish what is in flight: nothing, under a schedule that ends each step with its update."""
+
+    def save(self, folder: Path, meta: Mapping[str, Any] | None = None, *, keep: int | None = None) -> Path:
+        """Write weights and optimizer states as a new checkpoint below ``folder``; returns its path.
+
+        ``meta`` is kept with it, as JSON. The checkpoint knows no layout: any other can load it. With ``keep``, only
+        that many of the newest remain.
+        """
+        self.drain()
+        return checkpoint.save(folder, self.steps_done, self.holdings(), meta or {}, self.world, keep)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Read a checkpoint into what this rank holds; returns the ``meta`` that was saved with it.
+
+        Raises :class:`CheckpointError` when it is damaged or belongs to another model.
+        """
+        self.drain()
+        self.steps_done, meta = checkpoint.load(path, self.holdings(), self.world)
+        self._updater.set_steps(self.steps_done)
+        return meta
+
+    def holdings(self) -> list[Holding]:
+        """What this rank holds of every weight, buffer and optimizer state."""
+        found = buffer_holdings(self.task.module, range(self.world.size))
+        for one in self._frozen:
+            found += one.holdings("weight", one.parameter.detach())
+        for bucket in self.buckets:
+            for kind, flat in {"weight": bucket.params, **bucket.states}.items():
+                for slot in bucket.slots:
+                    found += slot.held.holdings(kind, bucket.view(flat, slot))
+        return found
+
+    def gradients(self) -> list[Holding]:
+        """What this rank holds of every gradient: meaningful while ``on_gradients`` runs."""
+        return [
+            holding
+            for bucket in self.buckets
+            for slot in bucket.slots
+            for holding in slot.held.holdings("gradient", bucket.grad(slot))
+        ]
+
+    def _collect(self, bucket: Bucket, slot: Slot, parameter: nn.Parameter) -> None:
+        """Move a gradient that autograd has accumulated into the main gradient."""
+        assert parameter.grad is not None
+        self._sync.add(bucket, slot, parameter.grad)
+        parameter.grad = None
+
+    def _norm(self) -> None:
+        self._sync.finish()
+        self.on_gradients()
+        parts = [
+            (bucket.grads[start:stop], len(who.copy)) for bucket in self.buckets for start, stop, who in bucket.ranges()
+        ]
+        self._grad_norm = global_norm(parts, self.world.everyone)
+
+    def _update(self) -> None:
+        factor = clip_factor(self._grad_norm, self.optimizer.clip)
+        for bucket in self.buckets:
+            bucket.check_views()
+            if factor != 1.0:
+                bucket.grads.mul_(factor)
+        self._lr = self._updater.update(self.rate(self.steps_done))
+
+    def _weight(self, batches: list[dict[str, Tensor]]) -> Tensor:
+        return torch.stack([self.task.weight(one) for one in batches]).sum().double()
+
+    def _micro_batches(self, batch: Batch) -> list[dict[str, Tensor]]:
+        """The batch, on this rank's device, divided over the micro-batches."""
+        samples, count = len(next(iter(batch.values()))), self.layout.mb
+        if samples == 0 or samples % count:
+            raise LayoutError(
+                setting("layout.mb", count, f"does not divide the {samples} samples of this rank",
+                        f"use one of {[n for n in range(1, samples + 1) if samples % n == 0]}")
+            )  # fmt: skip
+        here = {name: tensor.to(self.world.device) for name, tensor in batch.items()}
+        size = samples // count
+        return [{name: tensor[i * size : (i + 1) * size] for name, tensor in here.items()} for i in range(count)]
+
+    def _average_buffers(self) -> None:
+        """Once a step, floating-point buffers (running statistics) become their mean over the replicas, and those that
+        count their largest. Summed in float64, so that a buffer that is equal everywhere stays what it is."""
+        if self._replicas.size == 1:
+            return
+        buffers = [buffer for _, buffer in persistent_buffers(self.task.module)]
+        reductions: tuple[tuple[bool, Reduction], ...] = ((True, "sum"), (False, "max"))
+        for floating, reduction in reductions:
+            alike = [buffer for buffer in buffers if buffer.is_floating_point() == floating]
+            if alike:
+                flat = torch.cat([buffer.flatten().to(torch.float64 if floating else torch.int64) for buffer in alike])
+                all_reduce(flat, self._replicas, "buffers", reduction)
+                flat = flat / self._replicas.size if floating else flat
+                for buffer, values in zip(alike, torch.split(flat, [buffer.numel() for buffer in alike]), strict=True):
+                    buffer.copy_(values.view_as(buffer))
+
+    def _copy_from_first(self) -> None:
+        """Start all replicas from the weights and buffers of the first, where they did not come from the seed."""
+        if not isinstance(self.task, PlainTask):
+            return
+        for bucket in self.buckets:
+            for start, stop, who in bucket.ranges():
+                broadcast(bucket.params[start:stop], self.mesh.group(who.copy), "start")
+        for one in self._frozen:
+            broadcast(one.parameter.data, self.mesh.group(one.holders[0].copy), "start")
+        for _, buffer in persistent_buffers(self.task.module):
+            broadcast(buffer, self._replicas, "start")
+
+
+def _runs(bucket: Bucket) -> list[Run]:
+    """The parts of a bucket that the optimizer treats alike."""
+    return [
+        Run(
+            bucket.params[start:stop],
+            bucket.grads[start:stop],
+            {name: flat[start:stop] for name, flat in bucket.states.items()},
+            decay,
+        )
+        for start, stop, decay in bucket.decay_runs()
+    ]
+
+
+def _as_task(
+    model: nn.Module | Task,
+    loss: Callable[[Tensor, Batch], Tensor] | None,
+    weight: Callable[[Batch], Tensor] | None,
+) -> Task:
+    if hasattr(model, "layers") and hasattr(model, "apply_layer"):
+        return cast(Task, model)
+    if loss is None:
+        raise ConfigError(
+            f"Engine: {type(model).__name__} needs a loss; pass loss=lambda output, batch: the loss summed over samples"
+        )
+    return PlainTask(cast(nn.Module, model), loss, weight)

@@ -1,0 +1,203 @@
+"""A Llama-style decoder, by configuration, in plain PyTorch, with its role table beside it.
+
+Pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU feed-forward, RMS norms, input and output
+embeddings tied or not. Linears that read the same input are one fused matrix (q, k, v; gate, up), so each input is
+fetched once and a layout needs one entry collective for it.
+
+Axes in names: B samples, T positions, H hidden, N heads, K key/value heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.config import Model as Shape
+from shoal.model.context import Batch, Cache, Context, document_mask, rope_tables, rotate
+from shoal.model.dropout import Noise
+from shoal.model.loss import IGNORED, linear_cross_entropy
+from shoal.model.roles import Role, RoleTable
+
+
+class Embed(nn.Embedding):
+    """Token embedding with dropout."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape.vocab, shape.hidden)
+        self.rate = shape.dropout
+
+    def forward(self, tokens_BT: Tensor, ctx: Context) -> Tensor:  # type: ignore[override]
+        return ctx.drop(super().forward(tokens_BT), self.rate, "embed")
+
+
+class CausalAttention(nn.Module):
+    """Softmax attention over the positions up to one's own, or those that the context's mask allows."""
+
+    def forward(self, q_BNTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, mask: Tensor | None) -> Tensor:
+        shared = q_BNTD.shape[1] != k_BKTD.shape[1]
+        # One new position after a cache sees everything; otherwise queries and keys are the same positions.
+        causal = mask is None and q_BNTD.shape[2] > 1
+        return F.scaled_dot_product_attention(
+            q_BNTD, k_BKTD, v_BKTD, attn_mask=mask, is_causal=causal, enable_gqa=shared
+        )
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, shape: Shape, name: str) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.name = name
+        self.qkv = nn.Linear(shape.hidden, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, bias=False)
+        self.core = CausalAttention()
+        self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+
+    def forward(self, x_BTH: Tensor, ctx: Context) -> Tensor:
+        heads = self.qkv(x_BTH).unflatten(-1, (-1, self.head_dim))
+        q_BTND, k_BTKD, v_BTKD = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        q = rotate(q_BTND, ctx.rope).transpose(1, 2)
+        k = rotate(k_BTKD, ctx.rope).transpose(1, 2)
+        v = v_BTKD.transpose(1, 2)
+        if ctx.cache is not None:
+            k, v = ctx.cache.extend(self.name, k, v)
+        return self.out(self.core(q, k, v, ctx.mask).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x)) (Shazeer 2020)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(shape.hidden, 2 * shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(self, x_BTH: Tensor) -> Tensor:
+        gate, up = self.gate_up(x_BTH).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x)), each with dropout before the sum."""
+
+    def __init__(self, shape: Shape, name: str) -> None:
+        super().__init__()
+        self.name, self.rate = name, shape.dropout
+        self.attn_norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
+        self.attn = Attention(shape, name)
+        self.ffn_norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
+        self.ffn = FeedForward(shape)
+
+    def forward(self, x_BTH: Tensor, ctx: Context) -> Tensor:
+        attended = self.attn(self.attn_norm(x_BTH), ctx)
+        x_BTH = x_BTH + ctx.drop(attended, self.rate, f"{self.name}.attn")
+        fed = self.ffn(self.ffn_norm(x_BTH))
+        return x_BTH + ctx.drop(fed, self.rate, f"{self.name}.ffn")
+
+
+class Head(nn.Module):
+    """Final norm and output matrix: the summed loss where the context has labels, logits where it has none."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
+        self.out = nn.Linear(shape.hidden, shape.vocab, bias=False)
+
+    def forward(self, x_BTH: Tensor, ctx: Context) -> Tensor:
+        x_BTH = self.norm(x_BTH)
+        if ctx.labels is None:
+            return self.out(x_BTH)  # type: ignore[no-any-return]
+        return linear_cross_entropy(x_BTH.flatten(0, 1), self.out.weight, ctx.labels.flatten())
+
+
+class Decoder(nn.Module):
+    """The whole model, and what an engine asks of a model: its layers in order, and a context per micro-batch."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.roles: RoleTable = decoder_roles(shape)
+        self.embed = Embed(shape)
+        self.blocks = nn.ModuleList(Block(shape, f"blocks.{i}") for i in range(shape.layers))
+        self.head = Head(shape)
+        if shape.tied:
+            self.head.out.weight = self.embed.weight
+
+    def forward(self, batch: Batch, ctx: Context) -> Tensor:
+        """The summed loss of a batch, or its logits [B, T, vocabulary] where the context has no labels."""
+        x = batch["tokens"]
+        for _, layer in self.layers():
+            x = layer(x, ctx)
+        return x
+
+    def layers(self) -> list[tuple[str, nn.Module]]:
+        """Embedding, blocks and head under their names, in the order in which they run."""
+        blocks = [(f"blocks.{i}", block) for i, block in enumerate(self.blocks)]
+        return [("embed", self.embed), *blocks, ("head", self.head)]
+
+    def weight(self, batch: Batch) -> Tensor:
+        """How many positions of the batch count in the loss."""
+        return (batch["labels"] != IGNORED).sum()
+
+    @property
+    def module(self) -> nn.Module:
+        """The modules that hold the parameters."""
+        return self
+
+    def enter(self, batch: Batch) -> Tensor:
+        """The input of the first layer."""
+        return batch["tokens"]
+
+    def apply_layer(self, layer: nn.Module, x: Tensor, ctx: Context) -> Tensor:
+        """The output of one of the layers."""
+        return layer(x, ctx)  # type: ignore[no-any-return]
+
+    def loss(self, output: Tensor, ctx: Context) -> Tensor:
+        """The summed loss, which the last layer has computed already."""
+        return output
+
+    def context(self, batch: Batch, *, seed: int = 0, step: int = 0, train: bool = False) -> Context:
+        """The context of one micro-batch: keys for dropout only when it trains."""
+        shape, tokens = self.shape, batch["tokens"]
+        documents = batch.get("documents")
+        return Context(
+            rope=self._rope(batch["positions"]),
+            mask=None if documents is None else document_mask(documents),
+            labels=batch.get("labels"),
+            noise=Noise.of(seed, step, batch["sample"], tokens.shape[1]) if train and shape.dropout else None,
+        )
+
+    def decode(self, tokens_BT: Tensor, cache: Cache) -> Tensor:
+        """Logits [B, T, vocabulary] of positions that follow those in the cache, which grows by them."""
+        positions = cache.length + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        assert cache.length == 0 or tokens_BT.shape[1] == 1, "after the prompt, one position at a time"
+        ctx = Context(rope=self._rope(positions[None]), cache=cache)
+        logits = self({"tokens": tokens_BT}, ctx)
+        cache.length += tokens_BT.shape[1]
+        return logits  # type: ignore[no-any-return]
+
+    def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        shape = self.shape
+        return rope_tables(positions, shape.head_dim, shape.rope_theta, self.embed.weight.dtype)
+
+
+def decoder_roles(shape: Shape) -> RoleTable:
+    """The role of each module of a :class:`Decoder`. Matrices that write to the residual start smaller, by 1/√(2L)."""
+    into_residual = 0.02 / (2 * shape.layers) ** 0.5
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return {
+        "embed": Role("embed"),
+        "blocks.*.attn_norm": Role("norm"),
+        "blocks.*.attn.qkv": Role(
+            "qkv", parts=(("q", q), ("k", kv), ("v", kv)), heads=shape.heads, kv_heads=shape.kv_heads
+        ),
+        "blocks.*.attn.core": Role("attention"),
+        "blocks.*.attn.out": Role("out_proj", std=into_residual, heads=shape.heads, kv_heads=shape.kv_heads),
+        "blocks.*.ffn_norm": Role("norm"),
+        "blocks.*.ffn.gate_up": Role("gate_up", parts=(("gate", shape.ffn), ("up", shape.ffn))),
+        "blocks.*.ffn.down": Role("down", std=into_residual),
+        "head.norm": Role("norm"),
+        "head.out": Role("head"),
+        "head": Role("loss"),
+    }

@@ -1,0 +1,57 @@
+"""Dropout as a function of where a value stands, not of a generator's state.
+
+The mask is a hash of (seed, step, site, sample, position, feature): a rank that holds some samples, some positions or
+some features drops exactly what one device would drop there, after any resume and under any layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+_M1 = 0x2545F4914F6CDD1D
+_M2 = -0x40A7B892E31B1A47  # odd, as a signed 64-bit integer
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of int64 that spreads its bits (two rounds of xor-shift and multiply), in place."""
+    x ^= x >> 32
+    x *= _M1
+    x ^= x >> 29
+    x *= _M2
+    x ^= x >> 32
+    return x
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The keys of one micro-batch at one step.
+
+    ``rows`` is int64 of shape [samples, positions]: a hash of (seed, step, sample, position).
+    """
+
+    rows: Tensor
+
+    @classmethod
+    def of(cls, seed: int, step: int, sample: Tensor, length: int, first: int = 0) -> Noise:
+        """Keys for samples numbered ``sample`` (int64 [samples]) at positions ``first`` … ``first + length − 1``."""
+        key = blake2b(f"{seed}/{step}".encode(), digest_size=7).digest()
+        samples = _mix(sample * 2 + int.from_bytes(key, "little"))
+        positions = torch.arange(first, first + length, device=sample.device)
+        return cls(_mix(samples[:, None] + positions))
+
+    def drop(self, x: Tensor, rate: float, site: str, first: int = 0) -> Tensor:
+        """``x`` [samples, positions, features] with about ``rate`` of it zeroed and the rest scaled by 1/(1 − rate).
+
+        ``site`` names the place in the model; ``first`` is the number of the first feature held here.
+        """
+        if rate == 0.0:
+            return x
+        salt = int.from_bytes(blake2b(site.encode(), digest_size=7).digest(), "little")
+        features = torch.arange(first, first + x.shape[-1], device=x.device)
+        bits = _mix(_mix(self.rows + salt)[..., None] + features)
+        keep = bits >= int((rate - 0.5) * 2.0**64)
+        return x * keep.to(x.dtype).mul_(1.0 / (1.0 - rate))

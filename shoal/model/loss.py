@@ -1,0 +1,66 @@
+"""Cross-entropy from hidden states, without ever holding all the logits.
+
+The rows are taken a chunk at a time: logits, loss, and at once the gradients of the hidden states and of the output
+matrix, so that the backward pass only scales them. At most ``CHUNK`` logits exist at any moment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""The label of a position that does not count."""
+
+CHUNK = 1 << 22
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The sum of −log softmax(x·weightᵀ)[label] over the rows whose label is not ``IGNORED``.
+
+    ``x`` is [rows, hidden], ``weight`` [vocabulary, hidden], ``labels`` int64 [rows]; the result is a scalar of the
+    dtype of ``x``.
+    """
+    total: Tensor = _LinearCrossEntropy.apply(x, weight, labels)
+    return total
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        grad_x = torch.empty_like(x) if needs_x else None
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        total = x.new_zeros(())
+        rows = max(1, CHUNK // weight.shape[0])
+        for start in range(0, len(x), rows):
+            chunk = slice(start, start + rows)
+            x_chunk, label = x[chunk], labels[chunk]
+            log_p = torch.log_softmax(x_chunk @ weight.t(), dim=-1)
+            counted = label != IGNORED
+            picked = label.clamp(min=0)[:, None]
+            total -= log_p.gather(1, picked)[:, 0].masked_fill(~counted, 0.0).sum()
+            if grad_x is None and grad_weight is None:
+                continue
+            # In place: the softmax, less one at the label, and zero where nothing counts.
+            grad_logits = log_p.exp_()
+            grad_logits.scatter_add_(1, picked, grad_logits.new_full(picked.shape, -1.0))
+            grad_logits.masked_fill_(~counted[:, None], 0.0)
+            if grad_x is not None:
+                torch.mm(grad_logits, weight, out=grad_x[chunk])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad_logits.t(), x_chunk)
+        ctx.save_for_backward(grad_x, grad_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        grad_x, grad_weight = ctx.saved_tensors
+        # The saved gradients belong to this node alone and are used once, so they may be scaled where they lie.
+        return (
+            None if grad_x is None else grad_x.mul_(grad),
+            None if grad_weight is None else grad_weight.mul_(grad),
+            None,
+        )

@@ -1,0 +1,87 @@
+"""What an engine asks of a model, and how a module that knows nothing of Shoal answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shoal.model.roles import RoleTable
+
+Batch = Mapping[str, Tensor]
+
+
+class Task(Protocol):
+    """A model as a list of layers that ends in a summed loss.
+
+    The loss of a step is the sum of ``loss`` over its micro-batches divided by the sum of ``weight`` over all ranks,
+    so that it is the same mean however the samples are divided.
+    """
+
+    @property
+    def module(self) -> nn.Module:
+        """The modules that hold the parameters, under the names that checkpoints use."""
+
+    @property
+    def roles(self) -> RoleTable:
+        """Which module plays which part; empty when none needs to be known."""
+
+    def layers(self) -> list[tuple[str, nn.Module]]:
+        """The layers in the order in which they run, by name. A pipeline cuts between them."""
+
+    def weight(self, batch: Batch) -> Tensor:
+        """The denominator that these samples bring to the loss: a scalar, known before any forward pass."""
+
+    def context(self, batch: Batch, *, seed: int = 0, step: int = 0, train: bool = False) -> Any:
+        """What every layer may know of a micro-batch. It depends on the arguments alone."""
+
+    def enter(self, batch: Batch) -> Tensor:
+        """The input of the first layer."""
+
+    def apply_layer(self, layer: nn.Module, x: Tensor, ctx: Any) -> Tensor:
+        """The output of one layer."""
+
+    def loss(self, output: Tensor, ctx: Any) -> Tensor:
+        """The loss of a micro-batch, summed over what ``weight`` counts."""
+
+
+class PlainTask:
+    """A user's own module as it is: one layer, or the layers of an ``nn.Sequential``.
+
+    ``loss(output, batch)`` returns the loss summed over the samples; ``weight(batch)`` what to divide the sum by, the
+    number of samples if it is not given. The module is called with ``batch["inputs"]``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Callable[[Tensor, Batch], Tensor],
+        weight: Callable[[Batch], Tensor] | None = None,
+    ) -> None:
+        self.module = module
+        self.roles: RoleTable = {}
+        self._loss, self._weight = loss, weight
+
+    def layers(self) -> list[tuple[str, nn.Module]]:
+        if isinstance(self.module, nn.Sequential):
+            return list(self.module.named_children())
+        return [("", self.module)]
+
+    def weight(self, batch: Batch) -> Tensor:
+        if self._weight is not None:
+            return self._weight(batch)
+        return torch.tensor(len(batch["inputs"]))
+
+    def context(self, batch: Batch, *, seed: int = 0, step: int = 0, train: bool = False) -> Batch:
+        return batch
+
+    def enter(self, batch: Batch) -> Tensor:
+        return batch["inputs"]
+
+    def apply_layer(self, layer: nn.Module, x: Tensor, ctx: Batch) -> Tensor:
+        return layer(x)  # type: ignore[no-any-return]
+
+    def loss(self, output: Tensor, ctx: Batch) -> Tensor:
+        return self._loss(output, ctx)

@@ -1,0 +1,29 @@
+"""The learning rate of each step, as a share of the highest."""
+
+from __future__ import annotations
+
+from math import cos, pi
+
+from shoal.config import Schedule
+
+
+def rate(schedule: Schedule, step: int, steps: int) -> float:
+    """The share of the highest learning rate at ``step`` (from 0) of a run of ``steps``.
+
+    After a linear warm-up that reaches 1 at step ``warmup``: *constant* stays at 1; *cosine* falls to ``floor`` at the
+    last step along half a cosine (Loshchilov & Hutter 2017); *wsd* (warm-up, stable, decay; Hu et al. 2024) stays at 1
+    and falls linearly to ``floor`` over the last share ``decay`` of the steps.
+    """
+    if step < schedule.warmup:
+        return (step + 1) / (schedule.warmup + 1)
+    last = max(steps - 1, 1)
+    match schedule.kind:
+        case "constant":
+            return 1.0
+        case "cosine":
+            progress = min(1.0, (step - schedule.warmup) / max(1, last - schedule.warmup))
+            return schedule.floor + (1 - schedule.floor) * 0.5 * (1 + cos(pi * progress))
+        case "wsd":
+            length = max(1.0, schedule.decay * steps)
+            progress = min(1.0, max(0.0, (step - (last - length)) / length))
+            return 1 - (1 - schedule.floor) * progress

@@ -1,0 +1,141 @@
+"""Where a tensor lies: which boxes of which logical tensors the local one holds, and what follows from that.
+
+A logical tensor is what one device would hold, under the name it has in a checkpoint. A local tensor holds *pieces* of
+logical tensors: the whole of one, a block of one, or blocks of several when weights are fused (query, key and value in
+one matrix). Padding is in no piece.
+
+From a :class:`Rule`, which gives the placement at any coordinates of the mesh, :func:`holders` derives who must sum
+gradients with whom and how often an element is held. Nothing lists such groups by hand: data and context parallelism,
+replicated key/value heads, tied embeddings on two stages are all the same derivation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from shoal.mesh import Coords, Grid
+
+Span = tuple[int, int]
+Box = tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a logical tensor, and where it lies in the local one.
+
+    ``name`` and ``shape`` are the logical tensor's; ``box`` is the part held, ``at`` its place in the local tensor:
+    half-open (start, stop) per dim.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    at: Box
+
+    def of(self, local: Tensor) -> Tensor:
+        """The view of this piece in the ``local`` tensor."""
+        return local[tuple(slice(start, stop) for start, stop in self.at)]
+
+    @property
+    def numel(self) -> int:
+        return prod(stop - start for start, stop in self.box)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The pieces of one local tensor of ``shape``, and the mesh axes on which the *work* is duplicated.
+
+    On a duplicated axis every rank computes the same gradient, so summing over it would count it twice.
+    """
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    duplicated: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A tensor's placement as a function of mesh coordinates.
+
+    ``at`` returns None where the tensor is not held. ``axes`` are the only axes whose coordinate ``at`` reads, so
+    that deriving groups enumerates those and no others, however large the world.
+    """
+
+    at: Callable[[Coords], Placement | None]
+    axes: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Who holds a piece: all the ranks with a ``copy``, and those of them that must ``sum`` their gradients."""
+
+    copy: tuple[int, ...]
+    sum: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What this rank holds of one logical tensor: a box of it, its contents, and every rank with a copy of that box.
+
+    ``kind`` tells the tensors of one name apart: "weight", "gradient", or an optimizer state such as "exp_avg".
+    ``tensor`` is a view: writing to it writes the model.
+    """
+
+    kind: str
+    piece: Piece
+    copies: tuple[int, ...]
+    tensor: Tensor
+
+
+def whole(name: str, shape: Sequence[int]) -> Placement:
+    """The placement of a tensor that is held entire."""
+    box = tuple((0, n) for n in shape)
+    return Placement(tuple(shape), (Piece(name, tuple(shape), box, box),))
+
+
+def stacked(parts: Sequence[tuple[str, int]], shape: Sequence[int]) -> Placement:
+    """The placement of a whole tensor of ``shape`` that stacks logical tensors (name, rows) along dim 0."""
+    assert sum(rows for _, rows in parts) == shape[0], f"{parts} does not fill {tuple(shape)}"
+    pieces, start, rest = [], 0, tuple((0, n) for n in shape[1:])
+    for name, rows in parts:
+        pieces.append(Piece(name, (rows, *shape[1:]), ((0, rows), *rest), ((start, start + rows), *rest)))
+        start += rows
+    return Placement(tuple(shape), tuple(pieces))
+
+
+def holders(rule: Rule, grid: Grid, coords: Coords) -> tuple[Holders, ...]:
+    """For each piece held at ``coords``: every rank that holds the same box, and those that must sum with it.
+
+    The summing ranks are the holders less those that merely repeat the work, which differ on a duplicated axis.
+    """
+    mine = rule.at(coords)
+    assert mine is not None, "a rank derives the holders of what it holds"
+    copies: list[list[int]] = [[] for _ in mine.pieces]
+    for place in grid.vary(coords, rule.axes):
+        theirs = rule.at(place)
+        held = set() if theirs is None else {(piece.name, piece.box) for piece in theirs.pieces}
+        for ranks, piece in zip(copies, mine.pieces, strict=True):
+            if (piece.name, piece.box) in held:
+                free = [axis for axis in grid.names if axis not in rule.axes]
+                ranks.extend(grid.rank(other) for other in grid.vary(place, free))
+    found = []
+    for ranks in copies:
+        adding = (rank for rank in ranks if all(grid.coords(rank)[axis] == coords[axis] for axis in mine.duplicated))
+        found.append(Holders(tuple(sorted(ranks)), tuple(sorted(adding))))
+    return tuple(found)
+
+
+def assemble(shape: Sequence[int], held: Sequence[tuple[Box, Tensor]]) -> Tensor:
+    """The full tensor of ``shape`` from boxes and their contents; an element that no box covers is NaN.
+
+    Floating point only. The dtype and device are those of the first box.
+    """
+    first = held[0][1]
+    full = first.new_full(tuple(shape), float("nan"))
+    for box, part in held:
+        full[tuple(slice(start, stop) for start, stop in box)] = part
+    return full

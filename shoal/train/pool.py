@@ -1,0 +1,217 @@
+"""Local processes that work as the ranks of a world.
+
+They are forked from a process that has imported PyTorch, so that eight of them are there in about a second, and kept
+from task to task. The first rank that raises or dies ends them all, and its traceback or signal is what the caller
+sees.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.world import TIMEOUT_S, World, pick_device
+from shoal.errors import RankFailed, ShoalError
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_S = 0.5
+
+
+@dataclass(frozen=True)
+class _Failure:
+    rank: int
+    when: float
+    text: str
+    error: ShoalError | None = None
+    died: bool = False
+
+    @property
+    def order(self) -> tuple[bool, bool, float]:
+        """Causes sort before consequences: a rank that was killed, then errors by time, last those that only say that
+        a peer has gone (gloo answers with an error or an abort)."""
+        orphaned = any(words in self.text for words in ("by peer", "SIGABRT", "Connection refused"))
+        return not self.died, orphaned, self.when
+
+
+class Pool:
+    """``size`` forked processes, for many calls of :meth:`run`; a context manager, or :meth:`close` it."""
+
+    def __init__(self, size: int, *, threads: int = 1) -> None:
+        assert size > 0
+        self.size, self._threads = size, threads
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+
+    def run(
+        self,
+        task: Callable[..., Any],
+        *arguments: Any,
+        ranks: int | None = None,
+        timeout_s: float = TIMEOUT_S,
+        device: str = "cpu",
+    ) -> list[Any]:
+        """``task(world, *arguments)`` on each of ``ranks`` processes (all, unless told), each in a world of that size.
+
+        Returns what they return, in order of rank. ``task`` and ``arguments`` must be picklable (a function of a
+        module). Raises :class:`RankFailed` with the first failure; a :class:`ShoalError` of a rank is raised as it is.
+        """
+        ranks = self.size if ranks is None else ranks
+        assert 0 < ranks <= self.size
+        self._start()
+        with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+            meeting = str(Path(folder) / "store")
+            try:
+                for rank, (_, pipe) in enumerate(self._workers[:ranks]):
+                    pipe.send((task, arguments, rank, ranks, meeting, timeout_s, device))
+                return self._collect(ranks)
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """End all processes at once."""
+        for process, pipe in self._workers:
+            process.kill()
+            pipe.close()
+        for process, _ in self._workers:
+            process.join()
+        self._workers.clear()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        warm()
+        context = multiprocessing.get_context("fork")
+        for _ in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(there, os.getpid(), self._threads), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+
+    def _collect(self, ranks: int) -> list[Any]:
+        """Wait on every pipe and every process at once: polling one rank would lose another's traceback."""
+        results: dict[int, Any] = {}
+        failures: list[_Failure] = []
+        deadline: float | None = None
+        while len(results) + len({failure.rank for failure in failures}) < ranks:
+            settled = results.keys() | {failure.rank for failure in failures}
+            sources: dict[Any, int] = {}
+            for rank in set(range(ranks)) - settled:
+                process, pipe = self._workers[rank]
+                sources |= {pipe: rank, process.sentinel: rank}
+            patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = wait(list(sources), patience)
+            if not ready:
+                break
+            for rank in sorted({sources[source] for source in ready}):
+                outcome = self._outcome(rank)
+                if isinstance(outcome, _Failure):
+                    failures.append(outcome)
+                    # Others fail in its wake; what came first may be read a moment later.
+                    deadline = deadline or time.monotonic() + _GRACE_S
+                else:
+                    results[rank] = outcome[0]
+        if failures:
+            raise _first(failures)
+        return [results[rank] for rank in range(ranks)]
+
+    def _outcome(self, rank: int) -> _Failure | tuple[Any]:
+        process, pipe = self._workers[rank]
+        with suppress(EOFError, OSError):
+            if pipe.poll():
+                received: _Failure | tuple[Any] = pipe.recv()
+                return received
+        process.join(timeout=_GRACE_S)
+        code = process.exitcode
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code is not None and code < 0
+            else f"exited with code {code}"
+        )
+        if code == -signal.SIGKILL:
+            how += " (often the system's answer to memory running out)"
+        return _Failure(rank, time.monotonic(), f"rank {rank} {how}", died=code != -signal.SIGABRT)
+
+
+def warm() -> None:
+    """Do once, before forking, what is slow the first time; with one thread, since a child cannot use a forked pool
+    of threads."""
+    torch.set_num_threads(1)
+    norm = torch.nn.RMSNorm(2, device="meta")
+    norm(torch.empty(1, 2, device="meta"))
+    torch.nn.Embedding(2, 2, device="meta")
+
+
+def _first(failures: Sequence[_Failure]) -> ShoalError:
+    first = min(failures, key=lambda failure: failure.order)
+    return first.error or RankFailed(first.text)
+
+
+def _work(pipe: Connection, parent: int, threads: int) -> None:
+    """A worker's life: run tasks until the pipe closes."""
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    torch.set_num_threads(threads)
+    while True:
+        try:
+            task, arguments, rank, ranks, meeting, timeout_s, device = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            pipe.send((_run(task, arguments, rank, ranks, meeting, timeout_s, device),))
+        except BaseException as error:
+            failure = _Failure(
+                rank,
+                time.monotonic(),
+                f"rank {rank} raised:\n{traceback.format_exc().rstrip()}",
+                error if isinstance(error, ShoalError) else None,
+            )
+            with suppress(OSError):
+                pipe.send(failure)
+
+
+def _run(
+    task: Callable[..., Any],
+    arguments: Sequence[Any],
+    rank: int,
+    ranks: int,
+    meeting: str,
+    timeout_s: float,
+    device: str,
+) -> Any:
+    store = dist.FileStore(meeting, ranks) if ranks > 1 else None
+    with World(rank, ranks, store, device=pick_device(device, rank), timeout_s=timeout_s) as world:
+        return task(world, *arguments)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel end this process when its parent ends, however that ends (Linux; elsewhere pipes close)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)

@@ -1,0 +1,78 @@
+"""From a run file to the things that run: data, model, engine. Everything a user can get wrong is found here first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import torch
+
+from shoal.comm.world import World
+from shoal.config import Config
+from shoal.data.batches import Batch, Batches, Synthetic
+from shoal.data.store import TokenStore
+from shoal.engine import DTYPES, Engine
+from shoal.layout import Layout
+from shoal.model.decoder import Decoder
+from shoal.optim.schedule import rate
+
+
+class Source(Protocol):
+    """Batches of any step, for any part of the data-parallel ranks."""
+
+    def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch: ...
+
+
+def fit(config: Config, layout: Layout, world: int) -> Layout:
+    """``layout`` on ``world`` ranks, checked against the model and the batch before any process group exists.
+
+    Raises :class:`~shoal.errors.LayoutError`.
+    """
+    filled = layout.fill(world)
+    filled.check(config.model, config.data.batch, world)
+    filled.check_built()
+    return filled
+
+
+def open_data(config: Config, split: Literal["train", "validation"] = "train") -> Source:
+    """The samples of a run file. Raises :class:`~shoal.errors.DataError` where they cannot be used."""
+    data, seed = config.data, config.run.seed
+    if data.source == "synthetic":
+        # Validation samples are others: their seed is.
+        shift = 0 if split == "train" else 1
+        return Synthetic(vocab=config.model.vocab, seq_len=data.seq_len, batch=data.batch, seed=2 * seed + shift)
+    assert data.path is not None
+    store = TokenStore.open(data.path)
+    store.check_vocab(config.model.vocab)
+    return Batches(
+        store,
+        seq_len=data.seq_len,
+        batch=data.batch,
+        seed=seed,
+        split=split,
+        validation=data.validation,
+        documents=data.documents,
+    )
+
+
+def make_model(config: Config, layout: Layout) -> Decoder:
+    """The decoder of a run file on the meta device: shapes and names, no memory."""
+    with torch.device("meta"):
+        return Decoder(config.model).to(DTYPES[layout.dtype])
+
+
+def learning_rate(config: Config) -> Callable[[int], float]:
+    """The share of the highest learning rate at each step of the run."""
+    return lambda step: rate(config.schedule, step, config.run.steps)
+
+
+def make_engine(config: Config, layout: Layout, world: World) -> Engine:
+    """The engine of a run file under ``layout``."""
+    return Engine(
+        make_model(config, layout),
+        layout,
+        optimizer=config.optimizer,
+        rate=learning_rate(config),
+        seed=config.run.seed,
+        world=world,
+    )

@@ -1,0 +1,215 @@
+"""Parity: a layout beside one process, tensor by tensor.
+
+The layout trains a few steps in its own processes; so does :mod:`~shoal.train.reference`, in one. Compared are the
+loss, the gradient norm (a wrong count of copies moves the loss by a millionth, the norm by much more), the gradients
+before clipping (clipping would hide an error of scale), the weights after each update, and the copies of a tensor that
+several ranks hold. Labels are masked unequally between samples, so a mean of means shows.
+
+Full tensors are assembled from the boxes that the ranks hold into NaN, so a box that nobody holds shows too.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shoal.comm.world import World
+from shoal.config import Config
+from shoal.data.batches import Batch, mask_labels
+from shoal.holdings import hold, materialise
+from shoal.layout import Layout
+from shoal.mesh import Grid
+from shoal.placement import Box, Holding, assemble
+from shoal.tensor import whole as whole_tensors
+from shoal.train.pool import Pool
+from shoal.train.reference import PlainTrainer
+from shoal.train.setup import fit, learning_rate, make_engine, make_model, open_data
+
+STEPS = 5
+TOLERANCE = {"float64": 1e-9, "float32": 2e-5}
+
+
+@dataclass
+class Report:
+    """What was compared and how far apart it was, worst step each.
+
+    ``max_rel`` has loss, grad_norm, grad, weight; ``drift`` is the largest difference between copies. ``worst`` maps
+    "gradient NAME" and "weight NAME" to the relative difference of that tensor. ``faults`` says in words what
+    disagrees; the layout agrees when there is none.
+    """
+
+    layout: str
+    steps: int
+    tolerance: float
+    max_rel: dict[str, float] = field(default_factory=dict)
+    drift: float = 0.0
+    worst: dict[str, float] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def agree(self) -> bool:
+        return not self.faults
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "agree": self.agree,
+            "layout": self.layout,
+            "steps": self.steps,
+            "tolerance": self.tolerance,
+            "max_rel": self.max_rel,
+            "drift": self.drift,
+            "faults": self.faults,
+        }
+
+
+@dataclass(frozen=True)
+class _Scalars:
+    loss: float
+    grad_norm: float
+
+
+def verify(config: Config, layout: Layout, pool: Pool, steps: int = STEPS) -> Report:
+    """Run ``layout`` (with its world filled in) beside one process for ``steps`` steps, and compare.
+
+    ``pool`` has at least as many processes as the layout has ranks. Raises :class:`~shoal.errors.LayoutError` for a
+    layout that does not fit the run file.
+    """
+    layout = fit(config, layout, layout.ranks)
+    with tempfile.TemporaryDirectory(prefix="shoal-verify-") as name:
+        folder = Path(name)
+        (truth,) = pool.run(run_reference, config, layout, steps, folder, ranks=1)
+        found = pool.run(run_layout, config, layout, steps, folder, ranks=layout.ranks)
+        return _compare(layout, steps, folder, truth, found)
+
+
+def run_reference(world: World, config: Config, layout: Layout, steps: int, folder: Path) -> list[_Scalars]:
+    """Train in one process; leave every gradient and weight of every step in ``folder``."""
+    model = make_model(config, layout)
+    grid = Grid((("dp", 1),))
+    materialise(model, model.roles, whole_tensors.place, grid.coords(0), config.run.seed, world.device)
+    held = {one.name: one for one in hold(model, model.layers(), model.roles, whole_tensors.place, grid, {"dp": 0})}
+    trainer = PlainTrainer(model, config.optimizer, learning_rate(config), config.run.seed)
+    source, scalars = open_data(config), []
+    for step in range(steps):
+        result = trainer.step(_masked(source.batch(step), config))
+        scalars.append(_Scalars(result.loss, result.grad_norm))
+        holdings = [h for name, g in result.gradients.items() for h in held[name].holdings("gradient", g)]
+        holdings += [h for name, w in result.weights.items() for h in held[name].holdings("weight", w)]
+        _write(folder / f"truth-{step}", holdings)
+    return scalars
+
+
+def run_layout(world: World, config: Config, layout: Layout, steps: int, folder: Path) -> list[_Scalars]:
+    """Train under ``layout``; leave what this rank holds of every gradient and weight of every step in ``folder``."""
+    engine = make_engine(config, layout, world)
+    source, scalars = open_data(config), []
+    gradients: list[Holding] = []
+
+    def keep_gradients() -> None:
+        gradients[:] = [Holding(h.kind, h.piece, h.copies, h.tensor.clone()) for h in engine.gradients()]
+
+    engine.on_gradients = keep_gradients
+    for step in range(steps):
+        part, parts = engine.mesh.coords["dp"], engine.layout.dp
+        result = engine.step(_masked(source.batch(step, part, parts), config))
+        scalars.append(_Scalars(result.loss, result.grad_norm))
+        weights = [holding for holding in engine.holdings() if holding.kind == "weight"]
+        _write(folder / f"rank{world.rank}-{step}", gradients + weights)
+    return scalars
+
+
+def _masked(batch: Batch, config: Config) -> Batch:
+    return mask_labels(batch, config.run.seed)
+
+
+def _compare(layout: Layout, steps: int, folder: Path, truth: list[_Scalars], found: list[list[_Scalars]]) -> Report:
+    report = Report(str(layout), steps, TOLERANCE[layout.dtype])
+    for key in ("loss", "grad_norm"):
+        report.max_rel[key] = _worst(
+            abs(getattr(ours[step], key) - getattr(truth[step], key)) / max(abs(getattr(truth[step], key)), 1e-300)
+            for ours in found
+            for step in range(steps)
+        )
+        if not report.max_rel[key] <= report.tolerance:
+            report.faults.append(f"{key} differs by {report.max_rel[key]:.2e} (relative)")
+    for step in range(steps):
+        _compare_tensors(report, folder, step)
+    for kind, key in (("gradient", "grad"), ("weight", "weight")):
+        report.max_rel[key] = _worst(rel for name, rel in report.worst.items() if name.startswith(kind))
+    for name, rel in sorted(report.worst.items(), key=lambda item: (isfinite(item[1]), -item[1])):
+        if not rel <= report.tolerance:
+            missing = "" if isfinite(rel) else ": some of it is held by no rank, or is not finite"
+            report.faults.append(f"{name} differs by {rel:.2e} (relative){missing}")
+    return report
+
+
+def _compare_tensors(report: Report, folder: Path, step: int) -> None:
+    """Compare every tensor of one step, one at a time in memory."""
+    with safe_open(folder / f"truth-{step}", "pt") as file:
+        truth = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    files = [safe_open(path, "pt") for path in sorted(folder.glob(f"rank*-{step}"))]
+    rms = {kind: _rms(t for name, t in truth.items() if name.startswith(kind)) for kind in ("gradient", "weight")}
+    boxes: dict[str, list[tuple[int, str]]] = {}
+    for rank, file in enumerate(files):
+        for key in file.keys():  # noqa: SIM118
+            boxes.setdefault(key.rpartition("@")[0], []).append((rank, key))
+    for key, expected in truth.items():
+        name, _, _ = key.rpartition("@")
+        held: dict[Box, Tensor] = {}
+        for rank, where in boxes.get(name, []):
+            box, tensor = _box(where), files[rank].get_tensor(where)
+            if (other := held.setdefault(box, tensor)) is not tensor:
+                _note_drift(report, name, rank, _relative(tensor, other, rms[name.split()[0]]))
+        full = assemble(expected.shape, list(held.items())) if held else torch.full_like(expected, float("nan"))
+        rel = _relative(full, expected, rms[name.split()[0]])
+        report.worst[name] = _worst((rel, report.worst.get(name, 0.0)))
+
+
+def _note_drift(report: Report, name: str, rank: int, drift: float) -> None:
+    report.drift = _worst((report.drift, drift))
+    if not drift <= report.tolerance and not any(name in fault for fault in report.faults):
+        report.faults.append(f"{name} is not the same on rank {rank} as on the first rank that holds it: {drift:.2e}")
+
+
+def _relative(a: Tensor, b: Tensor, rms: float) -> float:
+    """‖a − b‖ / max(‖b‖, rms·√n): the floor keeps gradients that are zero in exact arithmetic from being noise over
+    noise."""
+    difference = torch.linalg.vector_norm((a - b).double()).item()
+    return difference / max(torch.linalg.vector_norm(b.double()).item(), rms * b.numel() ** 0.5, 1e-300)
+
+
+def _rms(tensors: Iterable[Tensor]) -> float:
+    squares, count = 0.0, 0
+    for tensor in tensors:
+        squares += tensor.double().square().sum().item()
+        count += tensor.numel()
+    return (squares / max(count, 1)) ** 0.5
+
+
+def _worst(values: Iterable[float]) -> float:
+    """The largest, or NaN if any is NaN."""
+    known = list(values)
+    return next((value for value in known if value != value), max(known, default=0.0))
+
+
+def _write(path: Path, holdings: Iterable[Holding]) -> None:
+    """One file of this rank's boxes: "kind name@start:stop,…" → contents."""
+    tensors = {}
+    for one in holdings:
+        box = ",".join(f"{start}:{stop}" for start, stop in one.piece.box)
+        tensors[f"{one.kind} {one.piece.name}@{box}"] = one.tensor.detach().cpu().contiguous().clone()
+    save_file(tensors, path)
+
+
+def _box(key: str) -> Box:
+    text = key.rpartition("@")[2]
+    spans = [span.split(":") for span in text.split(",")] if text else []
+    return tuple((int(start), int(stop)) for start, stop in spans)
