@@ -139,6 +139,7 @@ class Log(Section):
 
     tensorboard: bool = False
     wandb: bool = False
+    hashes: bool = Field(False, description="a hash of every batch, to see that two runs read the same")
     project: str = Field("shoal", description="Weights & Biases project")
 
 
@@ -150,9 +151,12 @@ class Run(Section):
     steps: Count
     seed: int = Field(0, ge=0, lt=2**63)
     device: Literal["cpu", "cuda", "auto"] = "cpu"
+    stop: Interval = Field(0, description="end after this step, as an interruption would, having saved; 0: at the end")
     timeout: float = Field(600.0, gt=0, description="seconds after which a collective that nobody answers fails")
     sample: str | None = Field(None, description="prompt of the text printed when training ends")
     sample_tokens: Count = 100
+    expected_loss: float | None = Field(None, description="final validation loss that this file promises")
+    expected_minutes: float | None = Field(None, description="how long it promises to take, and where")
 
 
 class Config(Section):

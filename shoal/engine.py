@@ -109,7 +109,7 @@ class Engine:
         for bucket in self.buckets:
             for slot in bucket.slots:
                 hook = partial(self._collect, bucket, slot)
-                slot.held.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                slot.held.parameter.register_post_accumulate_grad_hook(hook)
         self._updater = Updater(self.optimizer, [run for bucket in self.buckets for run in _runs(bucket)])
         # The Program, and what its actions mean.
         self.program = single.accumulate(self.layout.mb)

@@ -14,15 +14,19 @@ from torch import Tensor
 
 _M1 = 0x2545F4914F6CDD1D
 _M2 = -0x40A7B892E31B1A47  # odd, as a signed 64-bit integer
+_LOW = (1 << 32) - 1
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of int64 that spreads its bits (two rounds of xor-shift and multiply), in place."""
-    x ^= x >> 32
+    """A bijection of int64 that spreads its bits: xor-shift and multiply, twice, in place.
+
+    The masks make the shifts logical; torch's copy the sign.
+    """
+    x ^= (x >> 32) & _LOW
     x *= _M1
-    x ^= x >> 29
+    x ^= (x >> 32) & _LOW
     x *= _M2
-    x ^= x >> 32
+    x ^= (x >> 32) & _LOW
     return x
 
 

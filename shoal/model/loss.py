@@ -23,7 +23,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     ``x`` is [rows, hidden], ``weight`` [vocabulary, hidden], ``labels`` int64 [rows]; the result is a scalar of the
     dtype of ``x``.
     """
-    total: Tensor = _LinearCrossEntropy.apply(x, weight, labels)
+    total: Tensor = _LinearCrossEntropy.apply(x, weight, labels)  # type: ignore[no-untyped-call]
     return total
 
 

@@ -37,7 +37,8 @@ def squared_norm(x: Tensor) -> Tensor:
     """
     even = len(x) // _ROW * _ROW
     norms = torch.linalg.vector_norm(x[:even].view(-1, _ROW), dim=1).double()
-    return norms.dot(norms) + torch.linalg.vector_norm(x[even:].double()).square()
+    total: Tensor = norms.dot(norms) + torch.linalg.vector_norm(x[even:].double()).square()
+    return total
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -55,7 +55,7 @@ class PlainTrainer:
         logits = self.model(batch, ctx)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
         self.optimizer.zero_grad(set_to_none=False)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         gradients = {name: _grad(p).clone() for name, p in self.model.named_parameters()}
         norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt().item()
         if 0 < self.config.clip < norm:

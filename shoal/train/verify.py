@@ -182,8 +182,8 @@ def _note_drift(report: Report, name: str, rank: int, drift: float) -> None:
 def _relative(a: Tensor, b: Tensor, rms: float) -> float:
     """‖a − b‖ / max(‖b‖, rms·√n): the floor keeps gradients that are zero in exact arithmetic from being noise over
     noise."""
-    difference = torch.linalg.vector_norm((a - b).double()).item()
-    return difference / max(torch.linalg.vector_norm(b.double()).item(), rms * b.numel() ** 0.5, 1e-300)
+    difference = (a - b).double().norm().item()
+    return float(difference / max(b.double().norm().item(), rms * b.numel() ** 0.5, 1e-300))
 
 
 def _rms(tensors: Iterable[Tensor]) -> float:
@@ -191,7 +191,7 @@ def _rms(tensors: Iterable[Tensor]) -> float:
     for tensor in tensors:
         squares += tensor.double().square().sum().item()
         count += tensor.numel()
-    return (squares / max(count, 1)) ** 0.5
+    return float((squares / max(count, 1)) ** 0.5)
 
 
 def _worst(values: Iterable[float]) -> float:

@@ -1,0 +1,144 @@
+"""Load: a checkpoint saved under any layout, into what each rank holds under this one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from shoal.checkpoint.agree import together
+from shoal.checkpoint.boxes import cover, extents, within
+from shoal.checkpoint.folder import resolve
+from shoal.checkpoint.manifest import Manifest, StoredTensor, read_manifest
+from shoal.checkpoint.shards import FLOATING, dtype_code, verify_shard
+from shoal.comm.world import World
+from shoal.errors import CheckpointError, setting
+from shoal.placement import Holding
+
+
+@dataclass(frozen=True)
+class Read:
+    """A copy to be made: the ``part`` of the tensor under ``key`` in a file, to the view ``into`` of the model."""
+
+    key: str
+    part: tuple[slice, ...]
+    into: Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank will read, by file, and the checkpoint's weights that it does not hold, by their numbers."""
+
+    path: Path
+    manifest: Manifest
+    reads: dict[str, list[Read]]
+    unheld: list[int]
+
+
+def load(path: Path, holdings: Sequence[Holding], world: World) -> tuple[int, dict[str, Any]]:
+    """Fill the ``holdings`` of every rank from a checkpoint; returns its step and its meta.
+
+    ``path`` is a checkpoint or a run's folder, whose latest is taken. Each rank reads the boxes that meet its own and
+    no more. Between floating dtypes values are cast; other dtypes must be the same.
+
+    Raises :class:`CheckpointError`, the same on every rank and before anything is filled, when the checkpoint is
+    damaged, or is of another model: a tensor of the holdings is missing or has another shape, or no rank holds one of
+    the checkpoint's weights. Optimizer states that no rank holds are left out.
+    """
+    doing = f"cannot load {path}"
+    plan, seen = together(
+        lambda: _plan(resolve(path), holdings), world, doing, share=lambda plan: [plan.manifest.checksum(), plan.unheld]
+    )
+    _agree(plan, seen)
+    together(lambda: _verify(plan, world), world, doing)
+    together(lambda: _fill(plan), world, doing)
+    return plan.manifest.step, dict(plan.manifest.meta)
+
+
+def _plan(path: Path, holdings: Sequence[Holding]) -> Plan:
+    """Match the checkpoint with the model, before a byte of contents is read."""
+    manifest = read_manifest(path)
+    reads: dict[str, list[Read]] = defaultdict(list)
+    faults = []
+    for holding in holdings:
+        name = f"{holding.kind} {holding.piece.name}"
+        stored = manifest.tensors.get(holding.kind, {}).get(holding.piece.name)
+        if stored is None:
+            faults.append(f"{name} is not in it")
+        elif problem := _mismatch(stored, holding, name):
+            faults.append(f"{name} has {problem}")
+        else:
+            _schedule(stored, holding, reads)
+    if faults:
+        raise _other_model(path, faults)
+    held = {holding.piece.name for holding in holdings if holding.kind == "weight"}
+    unheld = [number for number, name in enumerate(_weights(manifest)) if name not in held]
+    return Plan(path, manifest, reads, unheld)
+
+
+def _mismatch(stored: StoredTensor, holding: Holding, name: str) -> str | None:
+    """What keeps the stored tensor out of the holding."""
+    if stored.shape != holding.piece.shape:
+        return f"shape {stored.shape} in it and {holding.piece.shape} in the model"
+    code = dtype_code(holding.tensor, name)
+    if stored.dtype != code and not {stored.dtype, code} <= FLOATING:
+        return f"dtype {stored.dtype} in it and {code} in the model"
+    return None
+
+
+def _schedule(stored: StoredTensor, holding: Holding, reads: dict[str, list[Read]]) -> None:
+    """Add the copies that fill ``holding``, each element once."""
+    target = holding.piece.box
+    assert holding.tensor.shape == extents(target), f"{holding.piece} is held as {tuple(holding.tensor.shape)}"
+    found, missing = cover(target, ((source.box, source) for source in stored.boxes))
+    assert not missing, "the manifest covers every tensor"
+    for box, source in found:
+        read = Read(source.key, within(box, source.box), holding.tensor[within(box, target)])
+        reads[source.file].append(read)
+
+
+def _agree(plan: Plan, seen: Sequence[tuple[str, list[int]]]) -> None:
+    """Raise unless all ranks read one checkpoint and hold all its weights between them."""
+    if len({checksum for checksum, _ in seen}) > 1:
+        problem = "the ranks see different checkpoints there"
+        raise CheckpointError(setting("checkpoint", plan.path, problem, "use a folder that all machines share"))
+    nowhere = set.intersection(*(set(unheld) for _, unheld in seen))
+    if nowhere:
+        names = _weights(plan.manifest)
+        raise _other_model(plan.path, [f"weight {names[number]} is not in the model" for number in sorted(nowhere)])
+
+
+def _verify(plan: Plan, world: World) -> None:
+    """Check this rank's share of the files against the manifest."""
+    expected: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
+    for tensors in plan.manifest.tensors.values():
+        for tensor in tensors.values():
+            for stored in tensor.boxes:
+                expected[stored.file][stored.key] = (tensor.dtype, extents(stored.box))
+    for name, stored_file in islice(sorted(plan.manifest.files.items()), world.rank, None, world.size):
+        verify_shard(plan.path / name, stored_file, expected[name])
+
+
+@torch.no_grad()
+def _fill(plan: Plan) -> None:
+    for file, reads in plan.reads.items():
+        with safe_open(plan.path / file, framework="pt") as shard:
+            for read in reads:
+                read.into.copy_(shard.get_slice(read.key)[read.part])
+
+
+def _weights(manifest: Manifest) -> list[str]:
+    return sorted(manifest.tensors.get("weight", {}))
+
+
+def _other_model(path: Path, faults: Sequence[str]) -> CheckpointError:
+    shown, more = faults[:3], len(faults) - 3
+    problem = "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
+    return CheckpointError(setting("checkpoint", path, f"of another model: {problem}", "load it into its own model"))

@@ -1,0 +1,211 @@
+"""Tokenise a corpus into a token store, in parallel processes; and the tokenizers to do it with."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from shoal.data.corpus import Corpus, Piece
+from shoal.data.store import Progress, TokenStore
+from shoal.data.store_writer import check_free, write_store
+from shoal.errors import DataError, nearest, setting
+
+END_OF_DOCUMENT = "<|endoftext|>"
+
+_TASK_CHARS = 1 << 20
+# A process takes a second or more to start: it is worth that for a few seconds of work.
+_WORKER_BYTES = 1 << 23
+# Training buffers 256 pieces at a time: smaller ones bound its memory.
+_TRAINING_PIECE_CHARS = 1 << 16
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Byte-level without merges, 259 entries: the bytes, ``<|endoftext|>``, ``<|bos|>``, ``<|pad|>``."""
+    alphabet = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = _byte_level(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.add_special_tokens([AddedToken(name) for name in (END_OF_DOCUMENT, "<|bos|>", "<|pad|>")])
+    return tokenizer
+
+
+def train_tokenizer(corpus: Corpus, vocab: int) -> Tokenizer:
+    """Byte-level BPE of ``vocab`` entries: ``<|endoftext|>`` (id 0), the 256 bytes, and merges learned.
+
+    The same corpus gives the same tokenizer; a small one may give fewer entries. Raises DataError when
+    ``vocab`` is under 257, and what ``Corpus.pieces`` raises.
+    """
+    if vocab < 257:
+        problem = "too few for the 256 bytes and the end of a document"
+        raise DataError(setting("data.tokenizer_vocab", vocab, problem, "at least 257"))
+    tokenizer = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((piece.text for piece in corpus.pieces(_TRAINING_PIECE_CHARS)), trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in a ``tokenizer.json``. Raises DataError when it is missing or cannot be read."""
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; name a tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"{path}: not a tokenizer.json of the `tokenizers` library ({error})") from None
+
+
+def tokenize(
+    corpus: Corpus,
+    tokenizer: Path,
+    out: Path,
+    *,
+    end_of_document: str | int = END_OF_DOCUMENT,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    overwrite: bool = False,
+) -> TokenStore:
+    """Write the tokens of ``corpus`` to a store at ``out``, each document followed by ``end_of_document``.
+
+    ``tokenizer``        a tokenizer.json; here it neither adds tokens of its own nor truncates nor pads, and
+                         the name of a special token in a text is ordinary text
+    ``end_of_document``  name or id of one of its tokens
+    ``workers``          processes at most (default: one a CPU; one means this process, with the tokenizer's
+                         threads); the store is the same, byte for byte, for any number
+    ``progress``         called as the work proceeds with (bytes done, bytes in all)
+
+    Raises DataError when ``out`` exists and may not be overwritten, for a bad tokenizer or end of document,
+    and for what ``Corpus.pieces`` refuses; nothing is left at ``out`` then.
+    """
+    check_free(out, overwrite=overwrite)
+    loaded = load_tokenizer(tokenizer)
+    vocab = 1 + max(loaded.get_vocab().values())
+    eod = _token_id(loaded, end_of_document, tokenizer)
+    encode = _Encode(tokenizer.resolve(), tokenizer.stat().st_mtime_ns, eod)
+    workers = min(workers or os.cpu_count() or 1, 1 + corpus.size // _WORKER_BYTES)
+    with write_store(out, tokenizer=tokenizer, vocab=vocab, eod=eod, overwrite=overwrite) as writer:
+        for tokens, ends, done in _map_in_order(encode, _tasks(corpus.pieces()), workers):
+            writer.append(tokens, ends)
+            if progress:
+                progress(done, corpus.size)
+    if progress:
+        progress(corpus.size, corpus.size)
+    return TokenStore.open(out)
+
+
+_Encoded = tuple[NDArray[np.uint32], NDArray[np.int64], int]
+
+
+@dataclass(frozen=True)
+class _Encode:
+    """Tokens of some pieces, the ends of documents among them, and the bytes of the corpus done with them."""
+
+    tokenizer: Path
+    modified_ns: int
+    eod: int
+
+    def __call__(self, pieces: list[Piece]) -> _Encoded:
+        tokenizer = _encoder(self.tokenizer, self.modified_ns)
+        arrays, ends, at = [], [], 0
+        encodings = tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
+        for piece, encoding in zip(pieces, encodings, strict=True):
+            ids = [*encoding.ids, self.eod] if piece.ends_document else encoding.ids
+            arrays.append(np.array(ids, np.uint32))
+            at += len(ids)
+            if piece.ends_document:
+                ends.append(at)
+        return np.concatenate(arrays), np.array(ends, np.int64), pieces[-1].bytes_read
+
+
+@lru_cache(maxsize=1)
+def _encoder(path: Path, modified_ns: int) -> Tokenizer:
+    """The tokenizer as a plain function of the text, loaded once a process, and again if the file changed."""
+    tokenizer = load_tokenizer(path)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _tasks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    task: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        task.append(piece)
+        size += len(piece.text)
+        if size >= _TASK_CHARS:
+            yield task
+            task, size = [], 0
+    if task:
+        yield task
+
+
+def _map_in_order(
+    work: Callable[[list[Piece]], _Encoded], tasks: Iterable[list[Piece]], workers: int
+) -> Iterator[_Encoded]:
+    """``map`` over processes, few tasks in memory at a time (``Executor.map`` would take them all)."""
+    if workers == 1:
+        yield from map(work, tasks)
+        return
+    pending: deque[Future[_Encoded]] = deque()
+    # Spawned, not forked: the threads that torch and the tokenizer may have started do not survive a fork.
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_one_thread) as pool:
+        try:
+            for task in tasks:
+                pending.append(pool.submit(work, task))
+                if len(pending) > 2 * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except BrokenProcessPool:
+            raise DataError("a tokenising process was killed, likely for want of memory; use fewer workers") from None
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _one_thread() -> None:
+    """In a worker: the processes are the parallelism, threads within each would only contend."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _token_id(tokenizer: Tokenizer, token: str | int, path: Path) -> int:
+    """The id of ``token``, which is its name or already its id."""
+    found = tokenizer.token_to_id(token) if isinstance(token, str) else token
+    if found is None or found < 0 or tokenizer.id_to_token(found) is None:
+        special = [added.content for added in tokenizer.get_added_tokens_decoder().values()]
+        examples = f"such as {', '.join(special[:8])}{nearest(str(token), special)}" if special else "by its id"
+        problem = f"no such token in {path}"
+        raise DataError(setting("end_of_document", token, problem, f"name one that it has, {examples}"))
+    return found
+
+
+def _byte_level(model: models.BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte in a byte-level vocabulary (GPT-2's encoding).
+
+    Printable characters of Latin-1 stand for themselves, the other bytes, in order, for the characters from
+    256 on.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (chr(code) for code in range(256, 512))
+    return [chr(byte) if byte in printable else next(others) for byte in range(256)]

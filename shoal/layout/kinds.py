@@ -1,0 +1,164 @@
+"""The kinds a layout can name and the sizes each admits: facts about numbers, without a layout or a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isqrt, prod
+
+ZERO_STAGES = (0, 1, 2, 3)
+SYNCS = ("allreduce", "server")
+TENSOR_KINDS = ("1d", "1d-sp", "2d", "2.5d", "3d", "AxBxC")
+TENSOR_FORMS = ("gather", "loop")
+SUMMA_KINDS = ("2d", "2.5d")
+CONTEXT_KINDS = ("ring", "ulysses", "gather", "UxR")
+RECOMPUTES = ("none", "selective", "full")
+OFFLOAD_WHATS = ("optimizer", "params", "grads", "activations")
+OFFLOAD_WHERES = ("cpu", "nvme")
+DTYPES = ("float64", "float32", "bf16", "fp16")
+
+Grid = tuple[int, ...]
+
+TENSOR_NEEDS = {
+    "1d": "1d is a single axis of N ranks",
+    "1d-sp": "1d-sp is a single axis of N ranks",
+    "2d": "2d needs a square",
+    "2.5d": "2.5d needs q·q·d ranks, with the depth d at most q unless /D gives it",
+    "3d": "3d needs a cube",
+    "AxBxC": "AxBxC needs three sides whose product is N",
+}
+
+
+def tensor_grid(size: int, kind: str, given: Grid = ()) -> Grid | None:
+    """The grid of ``size`` ranks under a tensor-parallel kind, or None where there is none.
+
+    1d → (P,), 2d → (q, q), 2.5d → (q, q, d), 3d → (q, q, q), AxBxC → (a, b, c). ``given`` is a grid the user
+    asked for, which must have that shape. 2.5d without a depth takes the largest d that is at most q, the
+    regime of Tesseract (Wang et al., 2105.14500): 4 → (2, 2, 1), 8 → (2, 2, 2), 16 → (4, 4, 1).
+    """
+    if kind == "AxBxC":
+        return given if len(given) == 3 and min(given) > 0 and prod(given) == size else None
+    if kind == "2.5d" and given:
+        legal = len(given) == 3 and min(given) > 0 and given[0] == given[1] and prod(given) == size
+        return given if legal else None
+    grid: Grid | None = None
+    if kind in ("1d", "1d-sp"):
+        grid = (size,)
+    elif kind == "2.5d":
+        squares = (q for q in range(1, isqrt(size) + 1) if size % (q * q) == 0 and size <= q**3)
+        side = next(squares, None)
+        grid = (side, side, size // side**2) if side else None
+    else:
+        dims = 2 if kind == "2d" else 3
+        side = _root(size, dims)
+        grid = (side,) * dims if side**dims == size else None
+    return grid if given in ((), grid) else None
+
+
+def nearest_tensor_grids(size: int, kind: str, given: Grid) -> list[Grid]:
+    """The legal grids of a kind whose sizes are closest to ``size`` from below and above."""
+    if kind == "AxBxC":
+        sides = (*(side for side in given if side > 0), 1, 1, 1)[:3] if given else (1, 1, size)
+        return [sides]
+    if kind == "2.5d" and len(given) == 3 and given[2] > 0:
+        depth, side = given[2], isqrt(size // given[2])
+        return [(q, q, depth) for q in (side, side + 1) if q > 0]
+    sizes = nearest_numbers(size, lambda n: tensor_grid(n, kind) is not None, most=8 * size)
+    return [grid for n in sizes if (grid := tensor_grid(n, kind))]
+
+
+def resize_tensor_grid(kind: str, grid: Grid, side: int, length: int) -> Grid:
+    """``grid`` with side number ``side`` set to ``length``; sides that the kind keeps equal follow it."""
+    if kind == "AxBxC":
+        return (*grid[:side], length, *grid[side + 1 :])
+    return tuple(length for _ in grid) if kind != "2.5d" else (length, length, grid[2])
+
+
+def head_side(kind: str) -> int:
+    """Which side of the grid splits the attention heads: the output columns of a block's first linear."""
+    return {"1d": 0, "1d-sp": 0, "AxBxC": 2}.get(kind, 1)
+
+
+def hidden_side(kind: str) -> int | None:
+    """Which side of the grid splits the hidden size of the residual stream; None where none does."""
+    return None if kind in ("1d", "1d-sp") else 1
+
+
+def context_grid(size: int, kind: str, given: Grid = ()) -> Grid | None:
+    """(U, R): in attention U ranks split the heads and R the sequence; None where there is no such grid."""
+    if kind == "UxR":
+        return given if len(given) == 2 and min(given) > 0 and prod(given) == size else None
+    grid = (size, 1) if kind == "ulysses" else (1, size)
+    return grid if given in ((), grid) else None
+
+
+def nearest_context_grid(size: int, kind: str, given: Grid) -> Grid:
+    """A legal grid for an error message: the sides that were given, whatever their product."""
+    if kind == "UxR" and given:
+        return (*(side for side in given if side > 0), 1, 1)[:2]
+    return (size, 1) if kind == "ulysses" else (1, size)
+
+
+def _one(_ranks: int) -> int:
+    return 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a pipeline schedule admits. The bounds on micro-batches are functions of the pipeline's ranks."""
+
+    chunks: int = 1
+    """Stages a rank holds unless V says otherwise."""
+    any_chunks: bool = False
+    """Whether V may differ from ``chunks``."""
+    asynchronous: bool = False
+    """Whether gradients meet weights newer than those they were computed with."""
+    mb_step: Callable[[int], int] = _one
+    mb_least: Callable[[int], int] = _one
+
+    def admits(self, ranks: int, mb: int) -> bool:
+        """Whether ``mb`` micro-batches can run through a pipeline of ``ranks`` ranks."""
+        return mb >= self.mb_least(ranks) and mb % self.mb_step(ranks) == 0
+
+    def nearest_mb(self, ranks: int, mb: int) -> list[int]:
+        """The admitted numbers of micro-batches closest to ``mb``, one or two, ascending."""
+        step = self.mb_step(ranks)
+        first = -(-self.mb_least(ranks) // step) * step
+        below = mb // step * step
+        return sorted({max(below, first), max(below + step, first)} if below != mb else {max(mb, first)})
+
+
+SCHEDULES = {
+    "gpipe": Schedule(),
+    "1f1b": Schedule(),
+    # Its order goes in rounds of p micro-batches through every chunk (Narayanan et al., 2104.04473).
+    "interleaved": Schedule(chunks=2, any_chunks=True, mb_step=lambda p: p),
+    "breadth-first": Schedule(chunks=2, any_chunks=True),
+    "zb-h1": Schedule(),
+    "zb-h2": Schedule(),
+    "zb-v": Schedule(chunks=2),
+    # Both directions of the V must be full before the steady state begins.
+    "dualpipe-v": Schedule(chunks=2, mb_least=lambda p: 2 * p),
+    "list": Schedule(any_chunks=True),
+    "pipedream": Schedule(asynchronous=True),
+    # With fewer, a micro-batch in flight would need a weight version that has not been made yet.
+    "2bw": Schedule(asynchronous=True, mb_least=lambda p: max(1, p - 1)),
+}
+
+
+def split_evenly(total: int, parts: int) -> Grid:
+    """``parts`` whole numbers that sum to ``total`` and differ by at most one, the larger first."""
+    return tuple(total // parts + (part < total % parts) for part in range(parts))
+
+
+def nearest_numbers(value: int, legal: Callable[[int], bool], most: int) -> list[int]:
+    """The legal numbers closest to ``value`` from below (from 1) and from above (to ``most``), ascending."""
+    below = next((n for n in range(min(value, most), 0, -1) if legal(n)), None)
+    above = next((n for n in range(value + 1, most + 1) if legal(n)), None)
+    return [n for n in (below, above) if n is not None]
+
+
+def _root(size: int, dims: int) -> int:
+    """The largest whole number whose ``dims``-th power is at most ``size``."""
+    side: int = round(size ** (1 / dims))
+    return side - 1 if side**dims > size else side

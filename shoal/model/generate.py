@@ -1,0 +1,51 @@
+"""Text, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from shoal.model.context import Cache
+from shoal.model.decoder import Decoder
+
+
+def generate(
+    model: Decoder,
+    prompt: list[int],
+    *,
+    tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    stop: int | None = None,
+    known: int | None = None,
+) -> Iterator[int]:
+    """Up to ``tokens`` tokens that follow the (non-empty) ``prompt``, as they are drawn; ends before ``stop``.
+
+    Each is drawn from the ``top_k`` likeliest (all, if 0) at ``temperature``; temperature 0 takes the likeliest. Only
+    the first ``known`` entries of the vocabulary are candidates: a model may have more rows than its tokenizer has
+    entries. Keys and values of past positions are kept, so a token costs one position's work.
+    """
+    assert prompt, "something must come before the first token"
+    generator = torch.Generator().manual_seed(seed)
+    cache = Cache()
+    model.eval()
+    given = prompt
+    for _ in range(tokens):
+        with torch.no_grad():
+            logits = model.decode(torch.tensor([given], device=model.embed.weight.device), cache)[0, -1]
+        token = _draw(logits[:known].float().cpu(), temperature, top_k, generator)
+        if token == stop:
+            return
+        yield token
+        given = [token]
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if 0 < top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
+    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))

@@ -1,0 +1,110 @@
+"""What a person sees of a run: what it will do, a line a step, how it ended and what to do next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from shoal.config import Config
+
+Values = Mapping[str, Any]
+
+
+class ConsoleSink:
+    """Lines for people."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._started = time.monotonic()
+        self._first = self._last = 0
+
+    def record(self, event: str, values: Values) -> None:
+        match event:
+            case "start":
+                self._start(values)
+            case "step":
+                self._step(values)
+            case "evaluation":
+                batches = f"{values['batches']} batch" + ("es" if values["batches"] != 1 else "")
+                self._print(f"  [bold]validation loss {values['loss']:.4f}[/] at step {values['step']}, over {batches}")
+            case "checkpoint":
+                self._print(f"  [dim]saved {escape(values['path'])}[/]")
+            case "sample":
+                self._print("\n[bold]The model continues:[/]")
+                self._print(f"[cyan]{escape(values['prompt'])}[/]{escape(values['text'])}\n")
+            case "end":
+                self._end(values)
+
+    def close(self) -> None:
+        pass
+
+    def _start(self, values: Values) -> None:
+        run = self._config.run
+        ranks = f"{values['ranks']} process" + ("es" if values["ranks"] > 1 else "")
+        data = self._config.data
+        self._first, self._last = values["step"], values["steps"]
+        self._print(
+            f"[bold]{run.name}[/]: {values['parameters']:,} parameters, layout [bold]{values['layout']}[/] on {ranks}; "
+            f"{self._last:,} steps of {data.batch} × {data.seq_len} tokens; everything goes to {values['folder']}/"
+        )
+        if self._first:
+            self._print(f"continuing after step {self._first}; start anew with --fresh")
+        elif (promise := _promise(self._config)) is not None:
+            self._print(f"expected: {promise}")
+
+    def _step(self, values: Values) -> None:
+        step = values["step"]
+        done = step - self._first
+        left = (time.monotonic() - self._started) / max(done, 1) * (self._last - step)
+        self._print(
+            f"step {step:>{len(str(self._last))}}/{self._last}  loss {values['loss']:.4f}  "
+            f"grad norm {values['grad_norm']:.3f}  lr {values['lr']:.2e}  {values['tokens_per_s']:,.0f} tokens/s  "
+            f"{values['memory_gib']:.2f} GiB  {_clock(left)} left"
+        )
+
+    def _end(self, values: Values) -> None:
+        run, folder = self._config.run, self._config.run.folder / self._config.run.name
+        spent = _clock(time.monotonic() - self._started)
+        loss = values["validation_loss"]
+        if loss is None:
+            self._print(f"[bold green]done[/] in {spent}, at step {values['step']}.")
+        else:
+            promised = "" if run.expected_loss is None or run.stop else f" (this file promises {run.expected_loss:.2f})"
+            self._print(f"[bold green]done[/] in {spent}: final validation loss [bold]{loss:.4f}[/]{promised}.")
+        self._print("\nWhat to try next:")
+        for what, command in _next(self._config, folder):
+            self._print(f"  {what:<34}[bold]{command}[/]")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text)
+
+
+def _promise(config: Config) -> str | None:
+    run = config.run
+    parts = []
+    if run.expected_minutes is not None:
+        parts.append(f"about {run.expected_minutes:g} minutes on two CPU cores")
+    if run.expected_loss is not None:
+        parts.append(f"final validation loss about {run.expected_loss:.2f}")
+    return ", ".join(parts) or None
+
+
+def _next(config: Config, folder: Path) -> list[tuple[str, str]]:
+    tips = []
+    if config.data.source == "tokens":
+        tips.append(("more text from this model", f'shoal generate {folder} --prompt "In the beginning"'))
+    tips.append(("what was saved", f"shoal inspect {folder}"))
+    tips.append(("proof that a layout computes it", "shoal verify runs/tiny.toml --layout dp=4,mb=2"))
+    return tips
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,103 @@
+"""What a token store or a checkpoint holds, for people and for scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from shoal import checkpoint
+from shoal.data.store import TokenStore
+from shoal.data.tokenize import load_tokenizer
+from shoal.errors import ConfigError
+
+Progress = Callable[[int, int], None]
+_SAMPLE_TOKENS = 60
+
+
+@dataclass
+class Contents:
+    """``facts`` about the thing at ``path``; ``tensors`` maps names to full shapes; ``text`` is a piece of a store."""
+
+    path: Path
+    kind: str
+    facts: dict[str, Any]
+    tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    text: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"path": str(self.path), "kind": self.kind, **self.facts, "tensors": dict(self.tensors)}
+
+    def table(self) -> RenderableType:
+        facts = Table(title=f"{self.kind} {self.path}", title_justify="left", show_header=False, box=None)
+        for name, value in self.facts.items():
+            facts.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else escape(str(value)))
+        parts: list[RenderableType] = [facts]
+        if self.tensors:
+            weights = Table("weight", "shape", "elements", box=None, pad_edge=False)
+            for name, shape in self.tensors.items():
+                weights.add_row(escape(name), " × ".join(map(str, shape)) or "scalar", f"{prod(shape):,}")
+            parts.append(weights)
+        if self.text is not None:
+            parts.append(f"[dim]it begins:[/]\n{escape(self.text)}")
+        return Group(*parts)
+
+
+def contents(path: Path, verify: Progress | None = None) -> Contents:
+    """What lies at ``path``: a token store, a checkpoint, or a run folder, whose newest checkpoint is shown.
+
+    With ``verify``, which is called with (bytes read, bytes in all), everything is read and its checksums compared.
+    Raises a :class:`~shoal.errors.ShoalError` when something is damaged or nothing is there.
+    """
+    if not path.exists() and not path.with_suffix(".idx").exists():
+        raise ConfigError(f"{path}: nothing there; name a token store, a run's folder or a checkpoint")
+    if (path / "meta.json").exists() or path.suffix in (".bin", ".idx") or path.with_suffix(".idx").exists():
+        return _store(path, verify)
+    return _checkpoint(path, verify)
+
+
+def _store(path: Path, verify: Progress | None) -> Contents:
+    store = TokenStore.open(path)
+    if verify is not None:
+        store.verify(verify)
+    facts = {
+        "tokens": len(store),
+        "documents": len(store.documents) - 1,
+        "vocabulary": store.vocab if store.vocab is not None else "not recorded",
+        "token_type": str(store.tokens.dtype),
+        "fingerprint": store.fingerprint,
+        "checksums": _checked(verify),
+    }
+    text = None
+    if store.tokenizer_path is not None:
+        text = load_tokenizer(store.tokenizer_path).decode(store.tokens[:_SAMPLE_TOKENS].tolist())
+    return Contents(path, "token store", facts, text=text)
+
+
+def _checkpoint(path: Path, verify: Progress | None) -> Contents:
+    found = checkpoint.resolve(path)
+    manifest = checkpoint.read_manifest(found)
+    if verify is not None:
+        checkpoint.verify(found, verify)
+    meta: Any = manifest.meta
+    shapes = {name: tensor.shape for name, tensor in manifest.tensors.get("weight", {}).items()}
+    facts = {
+        "step": manifest.step,
+        "parameters": sum(prod(shape) for shape in shapes.values()),
+        "states": ", ".join(sorted(manifest.tensors.keys() - {"weight"})) or "none",
+        "files": len(manifest.files),
+        "bytes": sum(file.size for file in manifest.files.values()),
+        "run": meta.get("config", {}).get("run", {}).get("name", "unknown"),
+        "checksums": _checked(verify),
+    }
+    return Contents(found, "checkpoint", facts, shapes)
+
+
+def _checked(verify: Progress | None) -> str:
+    return "not read; use --verify" if verify is None else "all match"

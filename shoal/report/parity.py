@@ -1,0 +1,52 @@
+"""How far a layout is from one process, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+_SHOWN = 12
+
+
+class Parity(Protocol):
+    """What is shown: see :class:`shoal.train.verify.Report`."""
+
+    @property
+    def agree(self) -> bool: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def tolerance(self) -> float: ...
+    @property
+    def max_rel(self) -> Mapping[str, float]: ...
+    @property
+    def drift(self) -> float: ...
+    @property
+    def worst(self) -> Mapping[str, float]: ...
+    @property
+    def faults(self) -> Sequence[str]: ...
+
+
+def parity_table(report: Parity) -> RenderableType:
+    """The four comparisons, the tensors that are furthest apart, and the verdict."""
+    table = Table("compared", "largest relative difference", "allowed", box=None, pad_edge=False)
+    names = {"loss": "loss", "grad_norm": "gradient norm", "grad": "gradients", "weight": "weights"}
+    for key, name in names.items():
+        table.add_row(name, _number(report.max_rel[key], report.tolerance), f"{report.tolerance:.0e}")
+    table.add_row("copies of a tensor", _number(report.drift, report.tolerance), f"{report.tolerance:.0e}")
+    for name, rel in sorted(report.worst.items(), key=lambda item: -item[1])[:3]:
+        table.add_row(f"  [dim]{escape(name)}[/]", f"[dim]{rel:.1e}[/]", "")
+    if report.agree:
+        return Group(table, f"[bold green]{report.layout} computes what one process computes.[/]")
+    lines = [f"  {escape(fault)}" for fault in report.faults[:_SHOWN]]
+    if len(report.faults) > _SHOWN:
+        lines.append(f"  … and {len(report.faults) - _SHOWN} more")
+    return Group(table, f"[bold red]{report.layout} disagrees with one process:[/]", *lines)
+
+
+def _number(value: float, tolerance: float) -> str:
+    return f"[{'green' if value <= tolerance else 'bold red'}]{value:.1e}[/]"

@@ -1,0 +1,220 @@
+"""The loop: resume, step, evaluate, save, until the last step. One rank's part of a run."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal import __version__, checkpoint
+from shoal.comm.collectives import all_reduce, barrier
+from shoal.comm.world import World
+from shoal.config import Config, toml
+from shoal.data.batches import Batch, Batches, batch_hash
+from shoal.data.tokenize import load_tokenizer
+from shoal.engine import Engine
+from shoal.errors import CheckpointError, setting
+from shoal.layout import Layout
+from shoal.model.decoder import Decoder
+from shoal.model.generate import generate
+from shoal.train.metrics import Sink, open_sinks
+from shoal.train.setup import Source, make_engine, open_data
+
+TOKENIZER = "tokenizer.json"
+
+
+def run_folder(config: Config) -> Path:
+    """Where a run keeps its checkpoints, metrics, configuration and tokenizer."""
+    return config.run.folder / config.run.name
+
+
+def train(world: World, config: Config, layout: Layout, watch: Callable[[], Sequence[Sink]]) -> dict[str, Any]:
+    """Train from the newest checkpoint of the run, or from the start, to the last step.
+
+    ``layout`` fits ``world`` (see :func:`~shoal.train.setup.fit`). ``watch()`` makes further sinks, on the first rank.
+    Returns the last step and the validation loss there (None without a validation split).
+    """
+    return _Run(world, config, layout, watch).train()
+
+
+class _Run:
+    """What the loop holds."""
+
+    def __init__(self, world: World, config: Config, layout: Layout, watch: Callable[[], Sequence[Sink]]) -> None:
+        self.world, self.config = world, config
+        self.folder = run_folder(config)
+        self.source = open_data(config)
+        self.validation = _validation(config)
+        self.engine: Engine = make_engine(config, layout, world)
+        self.steps = config.run.stop or config.run.steps
+        self.facts = _facts(config, self.source)
+        self.sinks: list[Sink] = []
+        self._resume()
+        if world.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "run.toml").write_text(toml(config), encoding="utf-8")
+            _keep_tokenizer(self.source, self.folder)
+            self.sinks = [*open_sinks(config, self.folder), *watch()]
+
+    def train(self) -> dict[str, Any]:
+        try:
+            self._tell("start", **self._start_values())
+            loss = self._steps()
+            self._sample()
+            self._tell("end", step=self.engine.steps_done, validation_loss=loss)
+            return {"step": self.engine.steps_done, "validation_loss": loss}
+        finally:
+            for sink in self.sinks:
+                sink.close()
+
+    def _steps(self) -> float | None:
+        """All steps that are left; returns the validation loss after the last."""
+        config, engine, loss = self.config, self.engine, None
+        saved = engine.steps_done
+        for step in range(engine.steps_done, self.steps):
+            started = time.perf_counter()
+            batch = self.source.batch(step, self.engine.mesh.coords["dp"], engine.layout.dp)
+            result = engine.step(batch)
+            seconds = time.perf_counter() - started
+            tokens = config.data.batch * config.data.seq_len
+            values: dict[str, Any] = {
+                "step": result.step,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "lr": result.lr,
+                "tokens": result.step * tokens,
+                "tokens_per_s": tokens / seconds,
+                "memory_gib": _memory_gib(self.world.device),
+            }
+            if config.log.hashes:
+                values["hash"] = self._global_hash(batch)
+            self._tell("step", **values)
+            if _due(config.evaluation.every, result.step, self.steps):
+                loss = self._evaluate()
+            if _due(config.checkpoint.every, result.step, self.steps):
+                self._save()
+                saved = result.step
+        if saved == self.steps and self.validation is not None and loss is None:
+            loss = self._evaluate()  # the run was complete already
+        return loss
+
+    def _evaluate(self) -> float | None:
+        """Mean loss over the validation split, or its first batches."""
+        if self.validation is None:
+            return None
+        count = self.config.evaluation.batches
+        if isinstance(self.validation, Batches):
+            count = min(count, self.validation.n_batches)
+        total = weight = 0.0
+        for number in range(count):
+            batch = self.validation.batch(number, self.engine.mesh.coords["dp"], self.engine.layout.dp)
+            summed, counted = self.engine.evaluate(batch)
+            total, weight = total + summed, weight + counted
+        loss = total / max(weight, 1.0)
+        self._tell("evaluation", step=self.engine.steps_done, loss=loss, batches=count)
+        return loss
+
+    def _save(self) -> None:
+        path = self.engine.save(self.folder, self.facts, keep=self.config.checkpoint.keep)
+        self._tell("checkpoint", step=self.engine.steps_done, path=str(path))
+
+    def _resume(self) -> None:
+        """Continue from the newest checkpoint of the run's folder, if it is one of the same run."""
+        found = checkpoint.latest(self.folder)
+        if found is None:
+            return
+        saved = checkpoint.read_manifest(found).meta
+        for key, wanted in self.facts.items():
+            if key in COMPARED and saved.get(key) != wanted:
+                legal = f"set it back to {saved.get(key)}, give the run another name, or start anew with --fresh"
+                raise CheckpointError(setting(key, wanted, f"the checkpoint {found} was trained with another", legal))
+        self.engine.load(found)
+        if self.engine.steps_done > self.steps:
+            legal = f"use at least {self.engine.steps_done}, or start anew with --fresh"
+            raise CheckpointError(setting("run.steps", self.steps, f"{found} is further already", legal))
+
+    def _sample(self) -> None:
+        """Let the trained model speak, where the run file gives it a beginning."""
+        prompt, path = self.config.run.sample, self.folder / TOKENIZER
+        if prompt and self.world.rank == 0 and path.exists() and isinstance(self.engine.task, Decoder):
+            tokenizer = load_tokenizer(path)
+            ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+            drawn = generate(
+                self.engine.task, ids, tokens=self.config.run.sample_tokens, known=tokenizer.get_vocab_size()
+            )
+            self._tell("sample", prompt=prompt, text=tokenizer.decode(list(drawn)))
+        barrier(self.world.everyone)
+
+    def _start_values(self) -> dict[str, Any]:
+        return {
+            "layout": str(self.engine.layout),
+            "ranks": self.world.size,
+            "parameters": sum(p.numel() for p in self.engine.task.module.parameters()),
+            "step": self.engine.steps_done,
+            "steps": self.steps,
+            "folder": str(self.folder),
+            "shoal": __version__,
+            "torch": torch.__version__,
+        }
+
+    def _global_hash(self, batch: Batch) -> str:
+        """One hash of the whole step's samples, whichever ranks read them."""
+        total = torch.tensor(batch_hash(batch), dtype=torch.int64, device=self.world.device)
+        all_reduce(total, self.engine.mesh.over("dp"), "hash")
+        return f"{int(total.item()) & (1 << 64) - 1:016x}"
+
+    def _tell(self, event: str, **values: Any) -> None:
+        for sink in self.sinks:
+            sink.record(event, values)
+
+
+COMPARED = ("run.seed", "data", "data.seq_len", "data.batch", "data.validation", "data.documents")
+"""What must not change between the parts of a run: with another of these it would see other samples."""
+
+
+def _facts(config: Config, source: Source) -> dict[str, Any]:
+    """What a checkpoint remembers of its run."""
+    data = config.data
+    return {
+        "run.seed": config.run.seed,
+        "data": source.store.fingerprint if isinstance(source, Batches) else data.source,
+        "data.seq_len": data.seq_len,
+        "data.batch": data.batch,
+        "data.validation": data.validation,
+        "data.documents": data.documents,
+        "config": config.model_dump(mode="json", exclude_none=True),
+        "shoal": __version__,
+        "torch": torch.__version__,
+    }
+
+
+def _validation(config: Config) -> Source | None:
+    if config.data.source == "tokens" and config.data.validation == 0:
+        return None
+    return open_data(config, "validation")
+
+
+def _keep_tokenizer(source: Source, folder: Path) -> None:
+    """A copy beside the checkpoints, so that text can be generated from the folder alone."""
+    if isinstance(source, Batches) and source.store.tokenizer_path is not None:
+        with suppress(shutil.SameFileError):
+            shutil.copyfile(source.store.tokenizer_path, folder / TOKENIZER)
+
+
+def _due(every: int, step: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+
+
+def _memory_gib(device: torch.device) -> float:
+    """Peak memory of this process: on its GPU, or resident where there is none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -1,0 +1,128 @@
+"""Where the numbers of a run go: a JSON-lines file always, TensorBoard and Weights & Biases if asked.
+
+A sink takes events: "start", "step", "evaluation", "checkpoint", "sample", "end", each with its values. Only the first
+rank has sinks. A tracker that fails is dropped with a warning: it must never stop a run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from math import isfinite
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from shoal.config import Config
+from shoal.errors import ConfigError, setting
+
+Values = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """Takes what happens in a run."""
+
+    def record(self, event: str, values: Values) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One JSON object a line: the event's name under "event", then its values. With ``only``, just those events."""
+
+    def __init__(self, file: TextIO, only: Sequence[str] = ()) -> None:
+        self._file, self._only = file, only
+
+    def record(self, event: str, values: Values) -> None:
+        if not self._only or event in self._only:
+            self._file.write(json_line({"event": event, **values}) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not sys.stdout:
+            self._file.close()
+
+
+class TensorBoard:
+    """Scalars of steps and evaluations in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._writer: Any = _require("torch.utils.tensorboard", "log.tensorboard", "tensorboard").SummaryWriter(
+            str(folder)
+        )
+
+    def record(self, event: str, values: Values) -> None:
+        if event in ("step", "evaluation"):
+            for name, value in _scalars(values).items():
+                self._writer.add_scalar(f"{event}/{name}", value, values["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Scalars of steps and evaluations in the project ``log.project``, under the run's name."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        wandb: Any = _require("wandb", "log.wandb", "wandb")
+        self._run = wandb.init(
+            project=config.log.project, name=config.run.name, dir=str(folder), config=config.model_dump(mode="json")
+        )
+
+    def record(self, event: str, values: Values) -> None:
+        if event in ("step", "evaluation"):
+            self._run.log({f"{event}/{name}": value for name, value in _scalars(values).items()}, step=values["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Tolerant:
+    """A tracker that may fail: the first failure is logged and ends it."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink: Sink | None = sink
+
+    def record(self, event: str, values: Values) -> None:
+        if self._sink is not None:
+            try:
+                self._sink.record(event, values)
+            except Exception as error:  # whatever a tracker raises, training goes on
+                name = type(self._sink).__name__
+                logging.getLogger("shoal").warning("%s failed and gets no more metrics: %s", name, error)
+                self._sink = None
+
+    def close(self) -> None:
+        if self._sink is not None:
+            self._sink.close()
+
+
+def open_sinks(config: Config, folder: Path) -> list[Sink]:
+    """The sinks that a run file asks for. Raises :class:`ConfigError` where a package is missing."""
+    sinks: list[Sink] = [JsonLines((folder / "metrics.jsonl").open("a", encoding="utf-8"))]
+    if config.log.tensorboard:
+        sinks.append(Tolerant(TensorBoard(folder / "tensorboard")))
+    if config.log.wandb:
+        sinks.append(Tolerant(WeightsAndBiases(config, folder)))
+    return sinks
+
+
+def json_line(values: Values) -> str:
+    """One line of strict JSON: a number that is not finite becomes null."""
+    return json.dumps(
+        {name: None if isinstance(value, float) and not isfinite(value) else value for name, value in values.items()}
+    )
+
+
+def _scalars(values: Values) -> dict[str, float]:
+    return {name: value for name, value in values.items() if isinstance(value, int | float) and name != "step"}
+
+
+def _require(module: str, key: str, extra: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError:
+        legal = f"install it with pip install 'shoal[{extra}]', or set {key} = false"
+        raise ConfigError(setting(key, "true", f"the package {extra} is not installed", legal)) from None

@@ -1,0 +1,71 @@
+"""Text from a saved model, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal import checkpoint
+from shoal.comm.world import World
+from shoal.config import parse
+from shoal.data.tokenize import load_tokenizer
+from shoal.errors import CheckpointError, ConfigError, setting
+from shoal.holdings import hold, materialise
+from shoal.mesh import Grid
+from shoal.model.decoder import Decoder
+from shoal.model.generate import generate
+from shoal.tensor import whole
+from shoal.train.loop import TOKENIZER
+from shoal.train.setup import make_model
+
+
+def load_model(path: Path) -> Decoder:
+    """The whole model of one checkpoint, on the CPU. Raises :class:`CheckpointError` where it is damaged."""
+    meta: Any = checkpoint.read_manifest(path).meta
+    config = parse(meta["config"])
+    model = make_model(config, config.plan())
+    grid = Grid((("dp", 1),))
+    materialise(model, model.roles, whole.place, grid.coords(0), config.run.seed, torch.device("cpu"))
+    held = hold(model, model.layers(), model.roles, whole.place, grid, grid.coords(0))
+    weights = [holding for one in held for holding in one.holdings("weight", one.parameter.detach())]
+    checkpoint.load(path, weights, World())
+    return model
+
+
+def speak(
+    path: Path, prompt: str, *, tokens: int, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+) -> Iterator[str]:
+    """What the model of a run folder (its newest checkpoint), or of one checkpoint, adds to ``prompt``, piece by piece.
+
+    Raises :class:`CheckpointError` where there is no usable checkpoint, :class:`ConfigError` for an empty prompt.
+    """
+    found = checkpoint.resolve(path)
+    tokenizer_path = found.parent / TOKENIZER
+    if not tokenizer_path.exists():
+        raise CheckpointError(f"{tokenizer_path}: missing; text needs the tokenizer the model was trained with")
+    tokenizer = load_tokenizer(tokenizer_path)
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not ids:
+        raise ConfigError(setting("--prompt", repr(prompt), "no tokens in it", 'give some text, such as "In the"'))
+    model = load_model(found)
+    said: list[int] = []
+    shown = ""
+    drawn = generate(
+        model,
+        ids,
+        tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        stop=tokenizer.token_to_id("<|endoftext|>"),
+        known=tokenizer.get_vocab_size(),
+    )
+    for token in drawn:
+        said.append(token)
+        text = tokenizer.decode(said)
+        if not text.endswith("\ufffd"):  # the bytes of a character may come in several tokens
+            yield text[len(shown) :]
+            shown = text

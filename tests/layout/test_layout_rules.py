@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+import pytest
+
+from shoal.errors import LayoutError
+from shoal.layout import Layout, kinds
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model of the usual small sizes."""
+
+    layers: int = 8
+    hidden: int = 48
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 61
+    vocab: int = 257
+    experts: int = 0
+    tied: bool = False
+
+
+def refused(line: str) -> str:
+    with pytest.raises(LayoutError) as error:
+        Layout.parse(line)
+    return str(error.value)
+
+
+def named_values(message: str) -> list[str]:
+    """The KEY=VALUE pairs that a message offers after its last "use"."""
+    offers = message.rsplit("use ", 1)[1].split(" or ")
+    return [offer for offer in offers if "=" in offer]
+
+
+def with_value(line: str, pair: str) -> str:
+    """``line`` with the key of ``pair`` set to its value."""
+    key = pair.partition("=")[0]
+    items = [item for item in line.split(",") if item and item.partition("=")[0] != key]
+    return ",".join([*items, pair])
+
+
+# (line, what else is unusual, setting, value as printed, legal values named)
+REFUSALS = [
+    # heads, hidden size, experts
+    ("tp=3", {}, "tp", "3", ["tp=2", "tp=4"]),
+    ("tp=6:1d-sp", {"heads": 12, "kv_heads": 4}, "tp", "6:1d-sp", ["tp=4:1d-sp", "tp=12:1d-sp"]),
+    ("tp=9:2d", {}, "tp", "9:2d", ["tp=4:2d", "tp=16:2d"]),
+    ("tp=18:2.5d/2", {}, "tp", "18:2.5d", ["tp=8:2.5d", "tp=32:2.5d"]),
+    ("tp=27:3d", {}, "tp", "27:3d", ["tp=8:3d", "tp=64:3d"]),
+    ("tp=6:1x2x3", {}, "tp", "6:1x2x3", ["tp=4:1x2x2", "tp=8:1x2x4"]),
+    ("tp=4:2d", {"hidden": 27}, "tp", "4:2d", ["tp=1:2d"]),
+    ("tp=10:1x5x2", {}, "tp", "10:1x5x2", ["tp=8:1x4x2", "tp=12:1x6x2"]),
+    ("cp=3:ulysses", {}, "cp", "3:ulysses", ["cp=2:ulysses", "cp=4:ulysses"]),
+    ("tp=4,cp=8:4x2", {}, "cp", "8:4x2", ["cp=4:2x2"]),
+    ("dp=3,ep=3", {"experts": 8}, "ep", "3", ["ep=1"]),
+    ("dp=2,ep=2", {}, "ep", "2", ["ep=1"]),
+    ("dp=2,etp=2", {}, "etp", "2", ["etp=1"]),
+    # batch
+    ("dp=5", {"batch": 12}, "dp", "5", ["dp=4", "dp=6"]),
+    ("dp=2,mb=4", {"batch": 12}, "mb", "4", ["mb=3", "mb=6"]),
+    ("dp=2,pp=2:interleaved,mb=4", {"batch": 12}, "mb", "4", ["mb=2", "mb=6"]),
+    # stages and layers
+    ("pp=9", {}, "pp", "9", ["pp=8"]),
+    ("pp=3:interleaved/3,mb=6", {}, "pp", "3:interleaved/3", ["pp=2:interleaved/3"]),
+    ("pp=2:zb-v", {"layers": 2}, "pp", "2:zb-v", ["pp=1"]),
+    ("pp=3{layers=4/2/3}", {}, "pp", "3{layers=4/2/3}", ["pp=3{layers=3/3/2}"]),
+    ("pp=3{layers=6/2}", {}, "pp", "3{layers=6/2}", ["pp=3{layers=3/3/2}"]),
+    ("pp=2{layers=8/0}", {}, "pp", "2{layers=8/0}", ["pp=2{layers=4/4}"]),
+    ("pp=2,recompute=full{stages=1/2}", {}, "recompute", "full{stages=1/2}", ["recompute=full{stages=1}"]),
+    ("pp=2:1f1b/2", {}, "pp", "2:1f1b/2", ["pp=2"]),
+    ("pp=2:dualpipe-v/3,mb=8", {}, "pp", "2:dualpipe-v/3", ["pp=2:dualpipe-v"]),
+    # micro-batches a schedule does not admit
+    ("pp=4:interleaved/2,mb=5", {}, "mb", "5", ["mb=4", "mb=8"]),
+    ("pp=2:interleaved", {}, "mb", "1", ["mb=2"]),
+    ("pp=2:dualpipe-v,mb=3", {}, "mb", "3", ["mb=4"]),
+    ("pp=4:2bw,mb=2", {}, "mb", "2", ["mb=3"]),
+    # grids of the wrong shape
+    ("tp=6:2d", {"heads": 24, "kv_heads": 12}, "tp", "6:2d", ["tp=4:2d", "tp=9:2d"]),
+    ("tp=6:2.5d", {}, "tp", "6:2.5d", ["tp=4:2.5d", "tp=8:2.5d"]),
+    ("tp=8:2.5d/3", {}, "tp", "8:2.5d/3", ["tp=3:2.5d/3", "tp=12:2.5d/3"]),
+    ("tp=9:3d", {"heads": 24, "kv_heads": 12}, "tp", "9:3d", ["tp=8:3d", "tp=27:3d"]),
+    ("tp=6:2x2x2", {}, "tp", "6:2x2x2", ["tp=8:2x2x2"]),
+    ("tp=4:2x2", {}, "tp", "4:2x2", ["tp=4:2x2x1"]),
+    ("cp=6:2x2", {}, "cp", "6:2x2", ["cp=4:2x2"]),
+    ("tp=4:3d{form=loop}", {}, "tp", "4:3d{form=loop}", ["tp=1:3d", "tp=8:3d"]),
+    ("tp=2{form=loop}", {}, "tp", "2{form=loop}", ["tp=2"]),
+    # groups inside the ranks
+    ("dp=6,zero=3/4", {}, "zero", "3/4", ["zero=3/3", "zero=3/6"]),
+    ("dp=4,ep=3", {"experts": 12}, "ep", "3", ["ep=2", "ep=4"]),
+    ("dp=4,etp=3", {"experts": 8}, "etp", "3", ["etp=2", "etp=4"]),
+    ("dp=4,ep=4,etp=2", {"experts": 8}, "ep", "4", ["ep=2"]),
+    # combinations
+    ("pp=2:pipedream,zero=2", {}, "zero", "2", ["zero=1"]),
+    ("pp=2:2bw,mb=2,zero=3", {}, "zero", "3", ["zero=1"]),
+    ("pp=2:pipedream", {"tied": True}, "pp", "2:pipedream", ["model.tied=false", "pp=2:1f1b"]),
+    ("sync=server,zero=1", {}, "zero", "1", ["zero=0"]),
+    ("zero=0/2", {}, "zero", "0/2", ["zero=0"]),
+    ("sync=allreduce/2", {}, "sync", "allreduce/2", ["sync=allreduce"]),
+    ("recompute=none{stages=0}", {}, "recompute", "none{stages=0}", ["recompute=none"]),
+    # ranks that do not multiply to the world
+    ("dp=2,tp=2", {"world": 6}, "dp", "2", ["dp=3"]),
+]
+
+
+@pytest.mark.parametrize(("line", "unusual", "key", "value", "legal"), REFUSALS)
+def test_every_refusal_names_the_setting_its_value_and_values_that_are_then_accepted(
+    line: str, unusual: dict[str, int], key: str, value: str, legal: list[str]
+) -> None:
+    sizes = dict(unusual)
+    batch, world = sizes.pop("batch", 0), sizes.pop("world", None)
+
+    def check(line: str, world: int | None = None, **changes: bool) -> None:
+        layout = Layout.parse(line)
+        model = replace(Shape(**sizes), **changes)
+        layout.check(model, batch or layout.dp * layout.mb, layout.ranks if world is None else world)
+
+    with pytest.raises(LayoutError) as error:
+        check(line, world)
+    message = str(error.value)
+    assert message.startswith(f"layout.{key} = {value}: ")
+    assert named_values(message) == legal
+    for pair in legal:
+        if pair == "model.tied=false":
+            check(line, tied=False)
+        else:
+            check(with_value(line, pair), world)
+
+
+def test_a_world_or_a_batch_is_named_where_that_would_do_as_well() -> None:
+    with pytest.raises(LayoutError, match=r"use dp=3 or 4 ranks$"):
+        Layout.parse("dp=2,tp=2").fill(6)
+    with pytest.raises(LayoutError, match=r"or a global batch of 15$"):
+        Layout.parse("dp=5").check(Shape(), batch=12, world=5)
+
+
+@pytest.mark.parametrize("name", kinds.SCHEDULES)
+def test_the_nearest_micro_batches_are_named_for_every_schedule(name: str) -> None:
+    def admits(pp: int, mb: int) -> bool:
+        return {"interleaved": mb % pp == 0, "dualpipe-v": mb >= 2 * pp, "2bw": mb >= pp - 1}.get(name, True)
+
+    for pp, mb in product(range(1, 6), range(1, 21)):
+        line = f"pp={pp}:{name},mb={mb}"
+        if admits(pp, mb):
+            assert Layout.parse(line).mb == mb
+        else:
+            below = [m for m in range(1, mb) if admits(pp, m)][-1:]
+            above = next(m for m in range(mb, 50) if admits(pp, m))
+            assert named_values(refused(line)) == [f"mb={m}" for m in [*below, above]]
+
+
+@pytest.mark.parametrize("kind", ["2d", "2.5d", "3d"])
+def test_grids_exist_exactly_for_the_sizes_that_have_the_shape(kind: str) -> None:
+    shapes = {
+        "2d": {q * q for q in range(1, 10)},
+        "2.5d": {q * q * d for q in range(1, 9) for d in range(1, q + 1)},
+        "3d": {q**3 for q in range(1, 6)},
+    }[kind]
+    for size in range(1, 65):
+        line = f"tp={size}:{kind}"
+        if size in shapes:
+            grid = Layout.parse(line).tp_grid
+            assert prod(grid) == size
+            assert grid[0] == grid[1] >= grid[-1]
+        else:
+            below, above = (Layout.parse(pair).tp for pair in named_values(refused(line)))
+            assert (below, above) == (max(n for n in shapes if n < size), min(n for n in shapes if n > size))

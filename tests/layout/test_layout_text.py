@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from shoal.errors import LayoutError
+from shoal.layout import Layout, Offload
+
+READ = {
+    "dp=1": {},
+    "dp=4": {"dp": 4},
+    "dp=-1": {"dp": -1},
+    "tp=4": {"tp": 4, "tp_kind": "1d", "tp_grid": (4,), "tp_form": "gather"},
+    "tp=2:1d-sp": {"tp": 2, "tp_kind": "1d-sp", "tp_grid": (2,)},
+    "tp=4:2d": {"tp": 4, "tp_kind": "2d", "tp_grid": (2, 2)},
+    "tp=9:2d{form=loop}": {"tp": 9, "tp_kind": "2d", "tp_grid": (3, 3), "tp_form": "loop"},
+    "tp=4:2.5d": {"tp": 4, "tp_kind": "2.5d", "tp_grid": (2, 2, 1)},
+    "tp=8:2.5d": {"tp": 8, "tp_kind": "2.5d", "tp_grid": (2, 2, 2)},
+    "tp=16:2.5d": {"tp": 16, "tp_kind": "2.5d", "tp_grid": (4, 4, 1)},
+    "tp=16:2.5d/4": {"tp": 16, "tp_kind": "2.5d", "tp_grid": (2, 2, 4)},
+    "tp=64:2.5d": {"tp": 64, "tp_kind": "2.5d", "tp_grid": (4, 4, 4)},
+    "tp=27:3d": {"tp": 27, "tp_kind": "3d", "tp_grid": (3, 3, 3)},
+    "tp=8:4x1x2": {"tp": 8, "tp_kind": "AxBxC", "tp_grid": (4, 1, 2)},
+    "pp=2": {"pp": 2, "schedule": "1f1b", "chunks": 1, "stages": 2},
+    "pp=2:gpipe": {"pp": 2, "schedule": "gpipe", "chunks": 1},
+    "pp=3{layers=4/2/2}": {"pp": 3, "stage_layers": (4, 2, 2)},
+    "pp=2:interleaved,mb=4": {"pp": 2, "schedule": "interleaved", "chunks": 2, "stages": 4, "mb": 4},
+    "pp=2:breadth-first/3": {"pp": 2, "schedule": "breadth-first", "chunks": 3, "stages": 6},
+    "pp=2:zb-v": {"pp": 2, "schedule": "zb-v", "chunks": 2},
+    "pp=2:list/2{layers=1/2/3/2}": {"pp": 2, "schedule": "list", "chunks": 2, "stage_layers": (1, 2, 3, 2)},
+    "cp=4": {"cp": 4, "cp_kind": "ring", "cp_grid": (1, 4)},
+    "cp=4:gather": {"cp": 4, "cp_kind": "gather", "cp_grid": (1, 4)},
+    "cp=4:ulysses": {"cp": 4, "cp_kind": "ulysses", "cp_grid": (4, 1)},
+    "cp=8:4x2": {"cp": 8, "cp_kind": "UxR", "cp_grid": (4, 2)},
+    "dp=4,ep=2,etp=2": {"dp": 4, "ep": 2, "etp": 2},
+    "dp=4,zero=3": {"dp": 4, "zero": 3, "zero_group": None},
+    "dp=4,zero=3/2": {"dp": 4, "zero": 3, "zero_group": 2},
+    "sync=server": {"sync": "server", "servers": 1, "stale": 0},
+    "sync=server/2{stale=1}": {"sync": "server", "servers": 2, "stale": 1},
+    "recompute=selective": {"recompute": "selective", "recompute_stages": None},
+    "pp=4,recompute=full{stages=0/2}": {"pp": 4, "recompute": "full", "recompute_stages": (0, 2)},
+    "offload=optimizer:cpu@0.5+params:nvme": {"offload": (Offload("optimizer", "cpu", 0.5), Offload("params", "nvme"))},
+    "dtype=bf16": {"dtype": "bf16"},
+    "auto": {"auto": True},
+}
+
+
+@pytest.mark.parametrize("line", READ)
+def test_a_line_sets_the_fields_it_names_and_no_others(line: str) -> None:
+    layout, default = Layout.parse(line), Layout()
+    assert {name: getattr(layout, name) for name in READ[line]} == READ[line]
+    changed = {f.name for f in fields(Layout) if getattr(layout, f.name) != getattr(default, f.name)}
+    assert changed <= READ[line].keys()
+
+
+@pytest.mark.parametrize(
+    ("line", "canonical"),
+    [
+        ("dp=1,tp=1,pp=1:1f1b,zero=0,sync=allreduce,mb=1,recompute=none,dtype=float32", "dp=1"),
+        ("mb=4, zero=1 ,pp=2:1f1b,tp=2:1d , dp=2", "dp=2,tp=2,pp=2,zero=1,mb=4"),
+        ("tp=8:2.5d/2{form=gather}", "tp=8:2.5d"),
+        ("pp=2:zb-v/2", "pp=2:zb-v"),
+        ("pp=2:interleaved/1,mb=2", "pp=2:interleaved/1,mb=2"),
+        ("sync=server/1{stale=0}", "sync=server"),
+        ("offload=params:nvme@1.0+optimizer:cpu@.5", "offload=optimizer:cpu@0.5+params:nvme"),
+        ("auto,dp=2", "dp=2,auto"),
+    ],
+)
+def test_the_printed_line_is_canonical(line: str, canonical: str) -> None:
+    assert str(Layout.parse(line)) == canonical
+
+
+def test_a_table_reads_as_the_line_with_the_same_keys() -> None:
+    table = {"dp": 2, "tp": "4:2d", "zero": "3/2", "mb": 4, "auto": True}
+    assert Layout.from_table(table) == Layout.parse("dp=2,tp=4:2d,zero=3/2,mb=4,auto")
+    assert Layout.from_table({"auto": False}) == Layout.from_table({}) == Layout()
+
+
+SPELLING = [
+    ("", "layout = (nothing)", "use one of dp, tp"),
+    ("dp=2,,tp=2", "layout = (nothing)", "use one of dp, tp"),
+    ("zeros=1", "layout.zeros = 1", "did you mean 'zero'"),
+    ("dp", "layout = dp", "use dp=2"),
+    ("auto=true", "layout = auto=true", "use auto"),
+    ("dp=2,dp=3", "layout.dp = 3", "keep one dp=2"),
+    ("dp=two", "layout.dp = two", "'two' is not a whole number"),
+    ("dp=2.0", "layout.dp = 2.0", "not a whole number"),
+    ("dp=1_0", "layout.dp = 1_0", "not a whole number"),
+    ("dp=9999999", "layout.dp = 9999999", "at most six digits"),
+    ("dp=", "layout.dp = ", "not of the form N"),
+    ("dp=0", "layout.dp = 0", "use dp=1"),
+    ("dp=-2", "layout.dp = -2", "use dp=1"),
+    ("mb=0", "layout.mb = 0", "use mb=1"),
+    ("tp=-4", "layout.tp = -4", "use tp=1"),
+    ("tp=4:2dd", "layout.tp = 4:2dd", "did you mean '2d'"),
+    ("tp=4:AxBxC", "layout.tp = 4:AxBxC", "use tp=4:1x1x4"),
+    ("cp=4:UxR", "layout.cp = 4:UxR", "use cp=4:1x4"),
+    ("tp=0:0x2x2", "layout.tp = 0:0x2x2", "use tp=1"),
+    ("tp=4:2d/2", "layout.tp = 4:2d/2", "not of the form"),
+    ("tp=8:2.5d/0", "layout.tp = 8:2.5d/0", "sizes start at 1"),
+    ("tp=4:2d{form=fast}", "layout.tp = 4:2d{form=fast}", "use one of gather, loop"),
+    ("tp=4:2d{from=loop}", "layout.tp = 4:2d{from=loop}", "{form=gather|loop}"),
+    ("tp=4:2d{form=loop", "layout.tp = 4:2d{form=loop", "not of the form"),
+    ("pp=2:1f1", "layout.pp = 2:1f1", "did you mean '1f1b'"),
+    ("pp=4/2", "layout.pp = 4/2", "not of the form N[:SCHEDULE[/V]]"),
+    ("pp=2:interleaved/0,mb=2", "layout.pp = 2:interleaved/0", "sizes start at 1"),
+    ("pp=2{layers=4,4}", "layout.pp = 2{layers=4,4}", "'4,4' is not a whole number"),
+    ("cp=2:rings", "layout.cp = 2:rings", "did you mean 'ring'"),
+    ("zero=4", "layout.zero = 4", "use zero=3"),
+    ("zero=1/0", "layout.zero = 1/0", "sizes start at 1"),
+    ("sync=severs", "layout.sync = severs", "did you mean 'server'"),
+    ("sync=server/0", "layout.sync = server/0", "sizes start at 1"),
+    ("sync=server{stale=-1}", "layout.sync = server{stale=-1}", "staleness at 0"),
+    ("recompute=some", "layout.recompute = some", "use one of none, selective, full"),
+    ("pp=2,recompute=full{stages=1/0}", "layout.recompute = full{stages=1/0}", "full{stages=0/1}"),
+    ("offload=params", "layout.offload = params", "WHAT:WHERE"),
+    ("offload=param:cpu", "layout.offload = param:cpu", "did you mean 'params'"),
+    ("offload=params:gpu", "layout.offload = params:gpu", "did you mean 'cpu'"),
+    ("offload=params:cpu@0", "layout.offload = params:cpu@0.0", "use offload=params:cpu@0.5"),
+    ("offload=params:cpu@1.5", "layout.offload = params:cpu@1.5", "use offload=params:cpu@0.5"),
+    ("offload=params:cpu@1e", "layout.offload = params:cpu@1e", "WHAT:WHERE[@F]"),
+    ("offload=params:cpu+params:nvme", "layout.offload = params:cpu+params:nvme", "given twice"),
+    ("dtype=fp32", "layout.dtype = fp32", "use one of float64, float32, bf16, fp16"),
+]
+
+
+@pytest.mark.parametrize(("line", "start", "part"), SPELLING)
+def test_a_misspelt_line_is_refused_with_its_setting_value_and_remedy(line: str, start: str, part: str) -> None:
+    with pytest.raises(LayoutError) as error:
+        Layout.parse(line)
+    message = str(error.value)
+    assert message.startswith(f"{start}: ")
+    assert part in message
+
+
+@pytest.mark.parametrize(
+    ("table", "start"),
+    [
+        ({"dq": 2}, "layout.dq = 2: unknown key (did you mean 'dp'?)"),
+        ({"dp": 2.0}, "layout.dp = 2.0: is not of the form N"),
+        ({"dp": True}, "layout.dp = True: is not of the form N"),
+        ({"tp": {"size": 2}}, "layout.tp = {'size': 2}: is not of the form"),
+        ({"auto": "yes"}, "layout.auto = yes: is not a truth value"),
+    ],
+)
+def test_a_table_with_a_wrong_key_or_type_is_refused(table: dict[str, object], start: str) -> None:
+    with pytest.raises(LayoutError) as error:
+        Layout.from_table(table)
+    assert str(error.value).startswith(start)
