@@ -40,9 +40,9 @@ class Meter:
     :data:`ACTIVATIONS`, :data:`WORKSPACE`, :data:`OUTSIDE`). A label holds from then on: peaks already recorded keep
     the categories of their moment, so label gradients where they are made to find them in the peak of a backward.
 
-    Backward passes, hooks, optimizers and collectives are seen like any other operation. Meta and fake tensors count
-    the bytes that they stand for. Sparse tensors have no storage: an operation on one raises ``NotImplementedError``.
-    After exit nothing new is counted, but what is freed still leaves the totals.
+    Backward passes, hooks, optimizers and collectives are seen like any other operation. All devices count together;
+    meta and fake tensors count the bytes that they stand for. Sparse tensors have no storage: an operation on one
+    raises ``NotImplementedError``. After exit nothing new is counted, but what is freed still leaves the totals.
 
         with Meter() as meter:
             meter.label("params", model.parameters())
@@ -225,6 +225,6 @@ def _resizes_reported(report: Callable[[UntypedStorage], None]) -> Iterator[None
 def cuda_peak(device: torch.device) -> int:
     """Most bytes that torch's allocator gave out on ``device`` since ``torch.cuda.reset_peak_memory_stats(device)``.
 
-    It counts what kernels use inside themselves and the rounding of each block, so it is at least a meter's peak.
+    Unlike a meter it counts what kernels use inside themselves and the rounding of each block.
     """
     return torch.cuda.max_memory_allocated(device)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from torch import Tensor
@@ -114,19 +115,35 @@ def holders(rule: Rule, grid: Grid, coords: Coords) -> tuple[Holders, ...]:
     """
     mine = rule.at(coords)
     assert mine is not None, "a rank derives the holders of what it holds"
-    copies: list[list[int]] = [[] for _ in mine.pieces]
-    for place in grid.vary(coords, rule.axes):
+    read = tuple(axis for axis in grid.names if axis in rule.axes)
+    matches: list[list[tuple[int, ...]]] = [[] for _ in mine.pieces]
+    for place in grid.vary(coords, read):
         theirs = rule.at(place)
         held = set() if theirs is None else {(piece.name, piece.box) for piece in theirs.pieces}
-        for ranks, piece in zip(copies, mine.pieces, strict=True):
+        for match, piece in zip(matches, mine.pieces, strict=True):
             if (piece.name, piece.box) in held:
-                free = [axis for axis in grid.names if axis not in rule.axes]
-                ranks.extend(grid.rank(other) for other in grid.vary(place, free))
-    found = []
-    for ranks in copies:
-        adding = (rank for rank in ranks if all(grid.coords(rank)[axis] == coords[axis] for axis in mine.duplicated))
-        found.append(Holders(tuple(sorted(ranks)), tuple(sorted(adding))))
-    return tuple(found)
+                match.append(tuple(place[axis] for axis in read))
+    own = tuple((axis, coords[axis]) for axis in sorted(mine.duplicated))
+    return tuple(_expand(grid, read, tuple(match), own) for match in matches)
+
+
+@lru_cache(maxsize=4096)
+def _expand(
+    grid: Grid, read: tuple[str, ...], places: tuple[tuple[int, ...], ...], own: tuple[tuple[str, int], ...]
+) -> Holders:
+    """The ranks at ``places`` on the axes ``read``, anywhere on the others; those that share ``own`` are to sum.
+
+    Hundreds of tensors of a model have the same answer, which takes a walk over the world to find.
+    """
+    free = tuple(axis for axis in grid.names if axis not in read)
+    copies, summing = [], []
+    for place in places:
+        start = {**dict.fromkeys(free, 0), **dict(zip(read, place, strict=True))}
+        for other in grid.vary(start, free):
+            copies.append(grid.rank(other))
+            if all(other[axis] == at for axis, at in own):
+                summing.append(copies[-1])
+    return Holders(tuple(sorted(copies)), tuple(sorted(summing)))
 
 
 def assemble(shape: Sequence[int], held: Sequence[tuple[Box, Tensor]]) -> Tensor:

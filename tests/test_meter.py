@@ -131,10 +131,11 @@ def test_custom_functions_and_hooks_are_seen_in_forward_and_in_backward() -> Non
 
 
 def test_composite_operations_show_their_parts_in_inference_mode() -> None:
-    q = torch.randn(1, 1, 64, 4)
-    with Meter() as meter, torch.inference_mode(), meter.phase("attend"):
-        torch.ops.aten._scaled_dot_product_attention_math(q, q, q)
-    assert meter.peak("attend") >= 64 * 64 * 4  # the scores, which no caller ever holds
+    logits, labels = torch.randn(64, 50), torch.arange(50).repeat(2)[:64]
+    with Meter() as meter, torch.inference_mode():
+        meter.label("batch", [logits, labels])
+        torch.nn.functional.cross_entropy(logits, labels)
+    assert meter.peaks()[ALL]["workspace"] >= logits.nbytes  # their log-softmax, which no caller ever holds
 
 
 @pytest.mark.parametrize("form", [{}, {"foreach": True}, {"fused": True}])
@@ -221,6 +222,8 @@ def test_resizing_a_storage_in_place_frees_and_takes_its_bytes_at_once() -> None
         assert meter.peak() == 400  # not 600: the weight was gone
         weight.untyped_storage().resize_(400)
         assert meter.snapshot() == {"params": 400, "workspace": 200}
+        torch.ops.inductor.resize_storage_bytes_(weight, 40)  # an operation, but one that returns nothing
+        assert meter.live("params") == 40
     assert other.untyped_storage().resize_(8).nbytes() == 8
     assert meter.live("workspace") == 200, "a meter that was left still listens to resizes"
 
