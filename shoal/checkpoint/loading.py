@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -57,7 +57,8 @@ def load(path: Path, holdings: Sequence[Holding], world: World) -> tuple[int, di
         lambda: _plan(resolve(path), holdings), world, doing, share=lambda plan: [plan.manifest.checksum(), plan.unheld]
     )
     _agree(plan, seen)
-    together(lambda: _verify(plan, world), world, doing)
+    share = islice(sorted(plan.manifest.files), world.rank, None, world.size)
+    together(lambda: _verify_files(plan.path, plan.manifest, share), world, doing)
     together(lambda: _fill(plan), world, doing)
     return plan.manifest.step, dict(plan.manifest.meta)
 
@@ -115,15 +116,30 @@ def _agree(plan: Plan, seen: Sequence[tuple[str, list[int]]]) -> None:
         raise _other_model(plan.path, [f"weight {names[number]} is not in the model" for number in sorted(nowhere)])
 
 
-def _verify(plan: Plan, world: World) -> None:
-    """Check this rank's share of the files against the manifest."""
+def verify(path: Path, progress: Callable[[int, int], None] | None = None) -> Manifest:
+    """Read the whole checkpoint and compare it with its manifest; ``progress`` hears (bytes read, bytes in all).
+
+    Raises :class:`CheckpointError` naming what is damaged.
+    """
+    manifest = read_manifest(path)
+    done, total = 0, sum(stored.size for stored in manifest.files.values())
+    for name in sorted(manifest.files):
+        _verify_files(path, manifest, [name])
+        done += manifest.files[name].size
+        if progress is not None:
+            progress(done, total)
+    return manifest
+
+
+def _verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Check some of the files against the manifest."""
     expected: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
-    for tensors in plan.manifest.tensors.values():
+    for tensors in manifest.tensors.values():
         for tensor in tensors.values():
             for stored in tensor.boxes:
                 expected[stored.file][stored.key] = (tensor.dtype, extents(stored.box))
-    for name, stored_file in islice(sorted(plan.manifest.files.items()), world.rank, None, world.size):
-        verify_shard(plan.path / name, stored_file, expected[name])
+    for name in names:
+        verify_shard(path / name, manifest.files[name], expected[name])
 
 
 @torch.no_grad()

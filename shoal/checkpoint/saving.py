@@ -36,7 +36,7 @@ def save(
     highest steps stay, and the latest.
 
     Raises :class:`CheckpointError`, the same on every rank, when any rank fails; the older checkpoint is then still
-    the latest and nothing of the new one is left.
+    the latest and nothing unfinished is left.
     """
     assert keep is None or keep > 0, f"keep = {keep}"
     leads, doing = world.rank == 0, f"cannot save step {step} to {folder}"
