@@ -151,5 +151,14 @@ def test_meta_that_is_not_json_and_tensors_that_are_not_covered_are_not_saved(tm
     assert folders(tmp_path) == []
 
 
-def test_the_public_names_are_the_modules() -> None:
-    assert checkpoint.__all__ == ["Manifest", "latest", "load", "read_manifest", "resolve", "save"]
+def test_verify_reads_everything_and_finds_a_flipped_bit(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, held("whole", 0, 1, 1), {}, World())
+    heard: list[tuple[int, int]] = []
+    assert checkpoint.verify(path, lambda done, total: heard.append((done, total))).step == 1
+    shard = path / "rank-00000.safetensors"
+    assert heard[-1] == (shard.stat().st_size, shard.stat().st_size)
+    damaged = bytearray(shard.read_bytes())
+    damaged[-3] ^= 1
+    shard.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match="rank-00000"):
+        checkpoint.verify(path)
