@@ -1,0 +1,165 @@
+"""``python -m bench``: every comparison, one table. Ratios are Shoal's time over the peer's; below 1 is faster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from bench import ddp, single
+from bench.pairs import SHOAL, Case, Clocks, Outcome, Ratio, over_ranks, ratio
+from bench.realtime import permitted
+from shoal.comm.world import World
+from shoal.config import Model
+from shoal.errors import ShoalError
+from shoal.train.pool import Pool
+
+TEN_MILLION = Model(layers=12, hidden=256, heads=8, kv_heads=8, ffn=688, vocab=4096, tied=True)
+TWENTY_MILLION = Model(layers=10, hidden=384, heads=8, kv_heads=8, ffn=1024, vocab=8192, tied=True)
+
+SIZES = (
+    Case(TEN_MILLION, samples=4, seq_len=128),
+    Case(TEN_MILLION, samples=4, seq_len=32),
+    Case(TWENTY_MILLION, samples=8, seq_len=128),
+)
+ACCUMULATION = (1, 4)
+WIDTH = 132
+"""Columns of the table in a file or a pipe, which have no width of their own."""
+
+QUICK = Case(TEN_MILLION, samples=4, seq_len=32, pairs=5)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What runs: by how many ranks, and against which peers."""
+
+    what: str
+    ranks: int
+    peers: tuple[str, ...]
+    run: Callable[[World, Case, bool], Outcome]
+
+
+CONTESTS = {
+    "single": Contest("one process", 1, single.PEERS, single.run),
+    "ddp": Contest("dp=2", 2, ddp.PEERS, ddp.run),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    what: str
+    peer: str
+    size: str
+    pairs: int
+    wall: Ratio
+    cpu: Ratio
+    loss_difference: float
+    step_s: dict[str, float]
+    """Median seconds of a step: wall and CPU, ours and the peer's."""
+    best: bool = True
+    """Whether no other peer of this contest was faster: the one that Shoal is measured by."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what was asked for; 1 when a trainer does other work than its peer."""
+    options = _options(arguments)
+    cases = [QUICK] if options.quick else [replace(size, mb=mb) for size in SIZES for mb in ACCUMULATION]
+    if options.pairs:
+        cases = [replace(case, pairs=options.pairs) for case in cases]
+    contests = [CONTESTS[options.only]] if options.only else list(CONTESTS.values())
+    work = [(contest, case) for contest in contests for case in cases]
+    realtime = options.rt and permitted()
+    rows: list[Row] = []
+    try:
+        with Pool(2, threads=1) as pool:
+            watched = Console(stderr=True)
+            for contest, case in track(work, "measuring", console=watched, disable=not watched.is_terminal):
+                outcomes = pool.run(contest.run, case, realtime, ranks=contest.ranks)
+                rows += _rows(contest, case, outcomes)
+    except ShoalError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    scheduling = "SCHED_FIFO" if realtime else "ordinary" + (" (SCHED_FIFO is not permitted)" if options.rt else "")
+    if options.json:
+        print(json.dumps({"scheduling": scheduling, "rows": [asdict(row) for row in rows]}))
+    else:
+        shown = Console()
+        if not shown.is_terminal:
+            shown.width = WIDTH
+        shown.print(_table(rows, scheduling))
+    return 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description="Shoal beside its peers, step by step in the same processes. Ratios are Shoal / peer.",
+        epilog="example: python -m bench --only ddp --quick",
+    )
+    parser.add_argument("--only", choices=list(CONTESTS), help="one of the comparisons")
+    parser.add_argument("--quick", action="store_true", help="only the smallest size, 5 pairs")
+    parser.add_argument("--pairs", type=int, default=0, metavar="N", help="pairs of steps of every size (default: 15)")
+    parser.add_argument("--rt", action="store_true", help="real-time scheduling where it is permitted")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    options = parser.parse_args(arguments)
+    if options.pairs < 0:
+        parser.error(f"--pairs = {options.pairs}: must be at least 1; use 15 for a steady median")
+    return options
+
+
+def _rows(contest: Contest, case: Case, outcomes: Sequence[Outcome]) -> list[Row]:
+    rows = [_row(contest, case, peer, outcomes) for peer in contest.peers]
+    hardest = max(rows, key=lambda row: row.wall.of_pairs)
+    return [replace(row, best=row is hardest) for row in rows]
+
+
+def _row(contest: Contest, case: Case, peer: str, outcomes: Sequence[Outcome]) -> Row:
+    ours, theirs = over_ranks(outcomes, SHOAL), over_ranks(outcomes, peer)
+    return Row(
+        what=contest.what,
+        peer=peer,
+        size=str(case),
+        pairs=case.pairs,
+        wall=ratio(ours.wall, theirs.wall),
+        cpu=ratio(ours.cpu, theirs.cpu),
+        loss_difference=max(outcome.difference[peer] for outcome in outcomes),
+        step_s=_medians("shoal", ours) | _medians("peer", theirs),
+    )
+
+
+def _medians(who: str, clocks: Clocks) -> dict[str, float]:
+    return {f"{who}_wall": median(clocks.wall), f"{who}_cpu": median(clocks.cpu)}
+
+
+def _table(rows: Sequence[Row], scheduling: str) -> Table:
+    table = Table(
+        title="Shoal's time over the peer's (below 1, Shoal is faster)",
+        caption=f"median over pairs of steps (ratio of the medians); one thread a rank; * the best peer, by wall time\n"
+        f"scheduling: {scheduling}",
+    )
+    for name in ("what", "peer", "size", "pairs", "wall ratio", "CPU ratio", "losses differ by"):
+        table.add_column(name, justify="left" if name in ("what", "peer", "size") else "right")
+    for row in rows:
+        ratios = [f"{r.of_pairs:.3f} ({r.of_medians:.3f})" for r in (row.wall, row.cpu)]
+        table.add_row(
+            row.what,
+            row.peer + (" *" if row.best else ""),
+            row.size,
+            str(row.pairs),
+            *ratios,
+            f"{row.loss_difference:.0e}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())
