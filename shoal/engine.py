@@ -16,7 +16,7 @@ from shoal.comm.collectives import Reduction, all_reduce, broadcast, start_all_r
 from shoal.comm.world import World
 from shoal.config import Optimizer
 from shoal.data_parallel.allreduce import AllReduce
-from shoal.data_parallel.buckets import Bucket, Slot, build_buckets
+from shoal.data_parallel.buckets import Bucket, build_buckets
 from shoal.errors import ConfigError, LayoutError, setting
 from shoal.holdings import buffer_holdings, hold, materialise, persistent_buffers
 from shoal.layout import Layout
@@ -106,10 +106,6 @@ class Engine:
         self.buckets = build_buckets(trained, state_names(self.optimizer))
         self._copy_from_first()
         self._sync = AllReduce(self.buckets, self.mesh.group)
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                hook = partial(self._collect, bucket, slot)
-                slot.held.parameter.register_post_accumulate_grad_hook(hook)
         self._updater = Updater(self.optimizer, [run for bucket in self.buckets for run in _runs(bucket)])
         # The Program, and what its actions mean.
         self.program = single.accumulate(self.layout.mb)
@@ -197,12 +193,6 @@ class Engine:
             for holding in slot.held.holdings("gradient", bucket.grad(slot))
         ]
 
-    def _collect(self, bucket: Bucket, slot: Slot, parameter: nn.Parameter) -> None:
-        """Move a gradient that autograd has accumulated into the main gradient."""
-        assert parameter.grad is not None
-        self._sync.add(bucket, slot, parameter.grad)
-        parameter.grad = None
-
     def _norm(self) -> None:
         self._sync.finish()
         self.on_gradients()
@@ -212,12 +202,10 @@ class Engine:
         self._grad_norm = global_norm(parts, self.world.everyone)
 
     def _update(self) -> None:
-        factor = clip_factor(self._grad_norm, self.optimizer.clip)
         for bucket in self.buckets:
             bucket.check_views()
-            if factor != 1.0:
-                bucket.grads.mul_(factor)
-        self._lr = self._updater.update(self.rate(self.steps_done))
+        factor = clip_factor(self._grad_norm, self.optimizer.clip)
+        self._lr = self._updater.update(self.rate(self.steps_done), factor)
 
     def _weight(self, batches: list[dict[str, Tensor]]) -> Tensor:
         return torch.stack([self.task.weight(one) for one in batches]).sum().double()

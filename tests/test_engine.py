@@ -16,6 +16,7 @@ from shoal.config import Config, Optimizer, load
 from shoal.engine import Engine
 from shoal.errors import ConfigError, LayoutError
 from shoal.layout import Layout
+from shoal.meter import Meter
 from shoal.placement import assemble
 from shoal.train.pool import Pool
 from shoal.train.setup import make_engine, open_data
@@ -185,3 +186,19 @@ def test_the_weights_at_step_0_are_bit_identical_under_every_layout(workers: Poo
 def test_a_layout_that_is_not_built_is_refused_by_name() -> None:
     with pytest.raises(LayoutError, match="not built yet"):
         Engine(Mlp(0), Layout(recompute="full"), loss=loss)
+
+
+def test_model_states_take_16_bytes_a_parameter_by_the_meter() -> None:
+    """float32 weights, main gradients and AdamW's two moments: what the page on data parallelism says."""
+    config = load(RUN, ["layout.dtype=float32"])
+    with Meter() as meter:
+        engine = make_engine(config, config.plan(), World())
+        for bucket in engine.buckets:
+            meter.label("weights", [bucket.params])
+            meter.label("gradients", [bucket.grads])
+            meter.label("moments", bucket.states.values())
+        with meter.phase("forward"):
+            engine.step(open_data(config).batch(0))
+        count = sum(p.numel() for p in engine.task.module.parameters())
+        assert [meter.live(kind) for kind in ("weights", "gradients", "moments")] == [4 * count, 4 * count, 8 * count]
+        assert meter.live() - 16 * count < 4096, "nothing else of size outlives a step"

@@ -17,6 +17,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from shoal.comm.heap import keep_freed_memory
 from shoal.comm.ledger import Ledger
 from shoal.errors import ConfigError, setting
 
@@ -128,6 +129,7 @@ def init(*, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> World:
     ``device`` is ``"cpu"``, ``"cuda"`` (each rank takes the GPU of its local rank) or ``"auto"`` (CUDA where there is
     one). Raises :class:`ConfigError` for a half-set or unreadable launch environment.
     """
+    keep_freed_memory()
     rank, size, local = _launched()
     where = pick_device(device, local)
     if size == 1:

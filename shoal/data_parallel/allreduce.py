@@ -8,12 +8,24 @@ used cannot make ranks disagree about which collective is next.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Pending, start_all_reduce
 from shoal.comm.world import Group
-from shoal.data_parallel.buckets import Bucket, Slot
+from shoal.data_parallel.buckets import Bucket
+from shoal.holdings import Held
+
+
+@dataclass(frozen=True)
+class Main:
+    """The main gradient of one parameter: a view of the buffer of bucket number ``bucket``."""
+
+    held: Held
+    gradient: Tensor
+    bucket: int
 
 
 class AllReduce:
@@ -25,31 +37,47 @@ class AllReduce:
             [(bucket.grads[start:stop], group(holders.sum)) for start, stop, holders in bucket.ranges()]
             for bucket in buckets
         ]
+        self._mains = [
+            Main(slot.held, bucket.grad(slot), number) for number, bucket in enumerate(buckets) for slot in bucket.slots
+        ]
+        self._of_unit: dict[int, list[Main]] = {}
+        for main in self._mains:
+            self._of_unit.setdefault(main.held.unit, []).append(main)
         self._entered: set[str] = set()
         self._units_done: set[int] = set()
-        self._next = 0
+        self._sent = 0
         self._pending: list[Pending] = []
 
-    def add(self, bucket: Bucket, slot: Slot, gradient: Tensor) -> None:
-        """The one way in: add a contribution to a parameter's main gradient."""
-        assert self._next == 0 or bucket not in self._buckets[: self._next], (
-            f"a gradient of {slot.held.name} came after its bucket was reduced"
-        )
-        if slot.held.name in self._entered:
-            bucket.grad(slot).add_(gradient)
-        else:
-            self._entered.add(slot.held.name)
-            bucket.grad(slot).copy_(gradient)
+    def unit_done(self, unit: int, final: bool) -> None:
+        """A backward pass has completed the gradients of ``unit``: take them in. If no pass will follow (``final``),
+        send each bucket whose units all are complete."""
+        mains = [main for main in self._of_unit.get(unit, ()) if main.held.parameter.grad is not None]
+        self.add(mains, [main.held.parameter.grad for main in mains])  # type: ignore[misc]
+        for main in mains:
+            main.held.parameter.grad = None
+        if final:
+            self._units_done.add(unit)
+            while self._sent < len(self._buckets) and self._buckets[self._sent].units <= self._units_done:
+                self._send()
 
-    def unit_done(self, unit: int) -> None:
-        """Units complete in the order of the backward pass; send each bucket whose units all have."""
-        self._units_done.add(unit)
-        while self._next < len(self._buckets) and self._buckets[self._next].units <= self._units_done:
-            self._send()
+    def add(self, mains: Sequence[Main], gradients: Sequence[Tensor]) -> None:
+        """The one way in: add contributions to main gradients. The first of a step overwrites what the last left."""
+        first: tuple[list[Tensor], list[Tensor]] = ([], [])
+        later: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for main, gradient in zip(mains, gradients, strict=True):
+            assert main.bucket >= self._sent, f"a gradient of {main.held.name} came after its bucket was sent"
+            into, what = later if main.held.name in self._entered else first
+            into.append(main.gradient)
+            what.append(gradient)
+            self._entered.add(main.held.name)
+        if first[0]:
+            torch._foreach_copy_(*first)
+        if later[0]:
+            torch._foreach_add_(*later)
 
     def reduce(self) -> None:
         """Every gradient of the step has entered: send what has not been sent."""
-        while self._next < len(self._buckets):
+        while self._sent < len(self._buckets):
             self._send()
 
     def finish(self) -> None:
@@ -59,14 +87,13 @@ class AllReduce:
         self._pending.clear()
         self._entered.clear()
         self._units_done.clear()
-        self._next = 0
+        self._sent = 0
 
     def _send(self) -> None:
-        bucket = self._buckets[self._next]
-        for slot in bucket.slots:
-            if slot.held.name not in self._entered:  # no sample of this rank used it
-                bucket.grad(slot).zero_()
+        for main in self._mains:
+            if main.bucket == self._sent and main.held.name not in self._entered:  # no sample of this rank used it
+                main.gradient.zero_()
         self._pending += [
-            start_all_reduce(gradients, group, "gradients") for gradients, group in self._ranges[self._next]
+            start_all_reduce(gradients, group, "gradients") for gradients, group in self._ranges[self._sent]
         ]
-        self._next += 1
+        self._sent += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ class Updater:
     """
 
     def __init__(self, config: Optimizer, runs: Sequence[Run]) -> None:
-        self._lr = config.lr
+        self._lr, self._runs = config.lr, runs
         self._optimizer: torch.optim.Optimizer | None = None
         flats = [nn.Parameter(run.params) for run in runs]
         groups = [
@@ -57,14 +58,26 @@ class Updater:
             if config.name == "adamw":
                 self._optimizer.state[flat]["step"] = torch.zeros((), dtype=torch.float32)
 
-    def update(self, rate: float) -> float:
-        """One step at ``rate`` times the configured learning rate, which is returned."""
+    def update(self, rate: float, factor: float = 1.0) -> float:
+        """One step on the gradients times ``factor``, at ``rate`` times the configured learning rate, which is
+        returned."""
         lr = self._lr * rate
         if self._optimizer is not None:
+            self._scale(self._optimizer, factor)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
         return lr
+
+    def _scale(self, optimizer: Any, factor: float) -> None:
+        """Have the gradients multiplied by ``factor``: by the fused kernels as they read them, which saves a pass over
+        memory; they take the factor in float32 only, so other dtypes are multiplied here."""
+        inside = factor not in (0.0, 1.0) and all(run.grads.dtype == torch.float32 for run in self._runs)
+        device = self._runs[0].grads.device
+        optimizer.grad_scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=device) if inside else None
+        optimizer.found_inf = torch.zeros((), dtype=torch.float32, device=device) if inside else None
+        if factor != 1.0 and not inside:
+            torch._foreach_mul_([run.grads for run in self._runs], factor)
 
     def set_steps(self, steps: int) -> None:
         """How many updates the states stand for (AdamW's bias correction counts them)."""

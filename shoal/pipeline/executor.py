@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,14 +29,37 @@ class Stage:
 class Handlers:
     """What the engine does at the actions that are not passes.
 
-    ``unit_done(unit)`` is called in the last backward pass of a stage as soon as the gradients of a unit are complete,
-    in the order in which they complete; ``reduce(stage)`` after that pass, when all of them are.
+    ``unit_done(unit, final)`` is called in every backward pass as soon as its gradients of a unit are complete, last
+    unit first; ``final`` says that no further pass of the step will add to them. ``reduce(stage)`` comes after the
+    last pass of a stage.
     """
 
-    unit_done: Callable[[int], None]
+    unit_done: Callable[[int, bool], None]
     reduce: Callable[[int], None]
     norm: Callable[[], None]
     update: Callable[[], None]
+
+
+class _Watch:
+    """Follows one backward pass of a stage and calls ``done(unit, final)`` for each of its units, last first.
+
+    Autograd runs the newest nodes first: when the gradient of a layer's input is complete, every gradient of its
+    parameters has been accumulated, and so has every one of the layers after it.
+    """
+
+    def __init__(self, stage: Stage, done: Callable[[int, bool], None], final: bool) -> None:
+        self._waiting = [unit for unit, _ in stage.layers]
+        self._done, self._final = done, final
+
+    def input_done(self, unit: int, gradient: Tensor) -> None:
+        """A hook on the input of ``unit``."""
+        while self._waiting and self._waiting[-1] >= unit:
+            self._done(self._waiting.pop(), self._final)
+
+    def rest(self) -> None:
+        """The pass is over: also where a layer's input needs no gradient, as that of the first does not."""
+        while self._waiting:
+            self._done(self._waiting.pop(), self._final)
 
 
 class Executor:
@@ -57,17 +81,20 @@ class Executor:
         asked for after a forward pass, so that agreeing on it costs no waiting.
         """
         losses: dict[int, Tensor] = {}
+        watches: dict[int, _Watch] = {}
         total: list[Tensor] = []
         for act in program.actions:
             match act.op:
                 case Op.FORWARD:
-                    watched = program.final_backward(act.stage) == act.micro_batch
-                    loss = self._forward(act, batches[act.micro_batch], contexts, watched)
-                    losses[act.micro_batch] = loss
+                    final = program.final_backward(act.stage) == act.micro_batch
+                    watch = _Watch(self._stages[act.stage], self._handlers.unit_done, final)
+                    loss = self._forward(act, batches[act.micro_batch], contexts, watch)
+                    losses[act.micro_batch], watches[act.micro_batch] = loss, watch
                     total.append(loss.detach())
                 case Op.BACKWARD:
                     loss = losses.pop(act.micro_batch)
                     torch.autograd.backward(loss, scale().to(loss.dtype))
+                    watches.pop(act.micro_batch).rest()
                 case Op.REDUCE:
                     self._handlers.reduce(act.stage)
                 case Op.NORM:
@@ -81,16 +108,14 @@ class Executor:
         """The summed loss of a forward-only program."""
         with torch.no_grad():
             return torch.stack(
-                [self._forward(act, batches[act.micro_batch], contexts, False) for act in program.actions]
+                [self._forward(act, batches[act.micro_batch], contexts) for act in program.actions]
             ).sum()
 
-    def _forward(self, act: Act, batch: Batch, contexts: Callable[[Batch], Any], watched: bool) -> Tensor:
+    def _forward(self, act: Act, batch: Batch, contexts: Callable[[Batch], Any], watch: _Watch | None = None) -> Tensor:
         ctx = contexts(batch)
         x = self._task.enter(batch)
         for unit, layer in self._stages[act.stage].layers:
-            if watched and x.requires_grad:
-                # Autograd runs the newest nodes first: when the gradient of a layer's input is complete, every
-                # gradient of its parameters has been accumulated.
-                x.register_hook(lambda _, unit=unit: self._handlers.unit_done(unit))
+            if watch is not None and x.requires_grad:
+                x.register_hook(partial(watch.input_done, unit))
             x = self._task.apply_layer(layer, x, ctx)
         return self._task.loss(x, ctx)

@@ -50,7 +50,7 @@ def reduced_twice(patch: pytest.MonkeyPatch) -> None:
 
     def twice(self: AllReduce) -> None:
         send(self)
-        if self._next == 1:
+        if self._sent == 1:
             self._pending.pop().wait()
             all_reduce(*self._ranges[0][0], "gradients")
 
@@ -83,10 +83,15 @@ def mask_on_one_rank_only(patch: pytest.MonkeyPatch) -> None:
 
 def micro_batch_forgotten(patch: pytest.MonkeyPatch) -> None:
     add = AllReduce.add
+    forgotten = "blocks.2.ffn.down.weight"
 
-    def first_only(self: AllReduce, bucket: Any, slot: Any, gradient: torch.Tensor) -> None:
-        if slot.held.name != "blocks.2.ffn.down.weight" or slot.held.name not in self._entered:
-            add(self, bucket, slot, gradient)
+    def first_only(self: AllReduce, mains: Any, gradients: Any) -> None:
+        both = [
+            (main, gradient)
+            for main, gradient in zip(mains, gradients, strict=True)
+            if main.held.name != forgotten or forgotten not in self._entered
+        ]
+        add(self, [main for main, _ in both], [gradient for _, gradient in both])
 
     patch.setattr(AllReduce, "add", first_only)
 
