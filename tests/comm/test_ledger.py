@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import pytest
+
+from shoal.comm.ledger import Ledger
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor"), [("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1), ("broadcast", 1)]
+)
+def test_words_follow_the_ring_convention(collective: str, factor: int) -> None:
+    ledger = Ledger()
+    ledger.record(collective, 7, 3, "dp", "gradients")
+    assert ledger.words() == pytest.approx(factor * 2 / 3 * 7)
+
+
+def test_words_and_calls_add_up_by_axis_and_purpose() -> None:
+    ledger = Ledger()
+    ledger.record("all_reduce", 100, 2, "dp", "gradients")
+    ledger.record("all_reduce", 300, 2, "dp", "gradients")
+    ledger.record("all_reduce", 8, 4, "pp·dp", "norm")
+    ledger.record("all_gather", 10, 2, "dp", "weights")
+    assert ledger.table() == {"dp/gradients": 400.0, "dp/weights": 5.0, "pp·dp/norm": 12.0}
+    assert (ledger.words(), ledger.words("dp"), ledger.words(purpose="norm")) == (417, 405, 12)
+    assert ledger.words("dp", "gradients") == 400
+    assert (ledger.calls(), ledger.calls("dp"), ledger.calls("dp", "gradients"), ledger.calls("tp")) == (4, 3, 2, 0)
+    ledger.clear()
+    assert (ledger.words(), ledger.calls(), ledger.table()) == (0, 0, {})

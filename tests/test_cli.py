@@ -1,0 +1,457 @@
+"""The commands, as a person or a script meets them: what they print, what they refuse, how they exit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from whole_runs import KJV, Apart, Ended, Shoal, events, make_store, sets, write_run
+
+from shoal import config as configuration
+from shoal.data.tokenize import byte_tokenizer
+from shoal.train import verify as verification
+from shoal.train.pool import Pool
+
+COMMANDS = ("train", "verify", "data", "generate", "inspect")
+SHORT = sets(run__steps=3, checkpoint__every=2, evaluation__every=2, log__tensorboard="true")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def said(store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+    """The folder of a finished run of three steps, and what the command said."""
+    folder = tmp_path_factory.mktemp("trained")
+    arguments = ["train", write_run(folder, store), *SHORT, "--set", "run.sample=In the"]
+    return folder / "out" / "run", Apart(arguments, folder / "said").end(60)
+
+
+@pytest.fixture
+def trained(said: tuple[Path, Ended], tmp_path: Path) -> Path:
+    """A copy of the finished run, where ``file`` expects its run."""
+    shutil.copytree(said[0], tmp_path / "out" / "run")
+    return tmp_path / "out" / "run"
+
+
+@pytest.fixture
+def shoal(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shoal:
+    return Shoal(capfd, monkeypatch)
+
+
+@pytest.fixture
+def file(store: Path, tmp_path: Path) -> Path:
+    return write_run(tmp_path, store)
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank may be started: what is refused is refused before."""
+
+    def start(self: Pool) -> None:
+        raise AssertionError("a process was to be started")
+
+    monkeypatch.setattr(Pool, "_start", start)
+
+
+def refused(result: Ended, *words: str) -> None:
+    """The command ended with a message of one error that has the ``words``, and nothing else."""
+    assert result.code == 2
+    assert result.out == ""
+    assert result.err.startswith("error: ")
+    assert "Traceback" not in result.err
+    for word in words:
+        assert word in result.err
+
+
+# train: what it says
+
+
+def test_train_tells_a_person_its_course_and_what_to_do_next(said: tuple[Path, Ended]) -> None:
+    run, result = said
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[0].startswith("run: ")
+    for words in (
+        "layout dp=2,dtype=float64 on 2 processes",
+        "3 steps of 24 × 32 tokens",
+        f"everything goes to {run}/",
+    ):
+        assert words in lines[0]
+    for step in ("1", "2", "3"):
+        (line,) = [line for line in lines if line.startswith(f"step {step}/3 ")]
+        for words in ("loss ", "grad norm ", "lr ", "tokens/s", "GiB", "left"):
+            assert words in line
+    assert f"  saved {run}/step-00000002" in lines
+    assert "  validation loss" in result.out
+    assert "In the" in result.out
+    assert "final validation loss" in result.out
+    next_steps = result.out.partition("What to try next:")[2]
+    assert f"shoal generate {run}" in next_steps
+    assert f"shoal inspect {run}" in next_steps
+
+
+def test_train_writes_tensorboard_when_asked(said: tuple[Path, Ended]) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    written = EventAccumulator(str(said[0] / "tensorboard")).Reload()
+    steps = written.Scalars("step/loss")
+    assert [scalar.step for scalar in steps] == [1, 2, 3]
+    losses = [values["loss"] for values in events(said[0], "step")]
+    assert [scalar.value for scalar in steps] == pytest.approx(losses, rel=1e-6)
+    assert [scalar.step for scalar in written.Scalars("evaluation/loss")] == [2, 3]
+
+
+def test_train_tells_a_script_one_object_a_step(shoal: Shoal, file: Path) -> None:
+    result = shoal("train", file, "--json", "--layout", "dp=2,mb=3", *sets(run__steps=3))
+    assert (result.code, result.err) == (0, "")
+    steps = [json.loads(line) for line in result.out.splitlines()]
+    assert [one["step"] for one in steps] == [1, 2, 3]
+    for one in steps:
+        assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s"} <= one.keys()
+        assert one["tokens"] == one["step"] * 24 * 32
+        assert one["tokens_per_s"] > 0
+    assert [one["lr"] for one in steps[:2]] == [0.0005, 0.001]
+
+
+def test_train_starts_as_many_processes_as_the_layout_has_ranks(shoal: Shoal, file: Path, tmp_path: Path) -> None:
+    assert shoal("train", file, "--layout", "dp=3", *sets(run__steps=1)).code == 0
+    assert shoal("train", file, "--layout", "dp=-1", *sets(run__steps=2)).code == 0
+    assert shoal("train", file, "--layout", "dp=-1", "-n", 2, *sets(run__steps=3)).code == 0
+    starts = events(tmp_path / "out" / "run", "start")
+    assert [(start["ranks"], start["step"]) for start in starts] == [(3, 0), (1, 1), (2, 2)]
+
+
+def test_a_run_that_stops_early_says_how_it_goes_on(shoal: Shoal, file: Path, tmp_path: Path) -> None:
+    result = shoal("train", file, *sets(run__steps=5, run__stop=2))
+    assert "stopped in 0:0" in result.out
+    assert "after step 2 of 5, as run.stop says" in result.out
+    (command,) = [line for line in result.out.splitlines() if "go on to step 5" in line]
+    words = command.partition("shoal ")[2].split()
+    assert shoal(*words).code == 0
+    assert events(tmp_path / "out" / "run", "end")[-1]["step"] == 5
+
+
+def test_a_folder_with_brackets_and_spaces_is_shown_as_it_is(shoal: Shoal, store: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "a [bold] b"
+    folder.mkdir()
+    shutil.copytree(store, kept := folder / "s [red]")
+    result = shoal("train", write_run(folder, kept), *sets(run__steps=1))
+    run = folder / "out" / "run"
+    assert f"everything goes to {run}/" in result.out
+    assert f"shoal inspect '{run}'" in result.out
+    assert f"checkpoint {run}" in shoal("inspect", run).out.replace("\n", "")
+    refused(shoal("inspect", folder / "nothing"), f"{folder / 'nothing'}: nothing there")
+
+
+def test_print_config_loads_back_to_the_same_configuration(shoal: Shoal, file: Path, tmp_path: Path) -> None:
+    changes = sets(optimizer__lr=3e-4, run__sample='"say \\"[so]\\" \\u00e9"', layout__mb=3)
+    result = shoal("train", file, "--print-config", *changes)
+    assert (result.code, result.err) == (0, "")
+    again = tmp_path / "again.toml"
+    again.write_text(result.out, encoding="utf-8")
+    config = configuration.load(again)
+    assert config == configuration.load(file, changes[1::2])
+    assert (config.optimizer.lr, config.run.sample) == (3e-4, 'say "[so]" é')
+    assert shoal("train", again, "--print-config").out == result.out
+    assert not (tmp_path / "out").exists()
+
+
+# train: what it refuses, before any work
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (sets(run__stepps=3), ["run.stepps: unknown key (did you mean 'steps'?)", "known here: ", "seed"]),
+        (sets(modle__hidden=3), ["modle: unknown key (did you mean 'model'?)"]),
+        (["--set", "run.steps"], ["--set run.steps: write section.key=value, such as --set optimizer.lr=3e-4"]),
+        (["--set", "steps=3"], ["--set steps=3: write section.key=value"]),
+        (sets(run__steps="many"), ["run.steps = many: input should be a valid integer"]),
+        (sets(optimizer__name="adam"), ["optimizer.name = adam: input should be 'adamw' or 'sgd'"]),
+        (sets(run__device="tpu"), ["run.device = tpu: input should be 'cpu', 'cuda' or 'auto'"]),
+        (["-n", "3"], ["layout.dp = 2: dp·cp·tp·pp = 2 ranks, but the world has 3", "use dp=3 or 2 ranks"]),
+        (["--layout", "dp=5"], ["layout.dp = 5: a global batch of 24", "dp·mb = 5·1", "dp=4 or dp=6"]),
+        (["--layout", "dp=2,mb=5"], ["a global batch of 24", "dp·mb = 2·5", "mb=4"]),
+        (["--layout", "dp=two"], ["layout.dp = two: 'two' is not a whole number", "dp=2"]),
+        (["--layout", "pd=2"], ["layout.pd = 2: unknown key (did you mean 'dp'?)"]),
+        (["--layout", "tp=2"], ["layout.tp = 2: tensor parallelism 1d is not built yet", "built: dp, mb"]),
+        (["--layout", "dp=2,zero=1"], ["layout.zero = 1: ZeRO stage 1 is not built yet", "built: dp, mb"]),
+        (["--layout", "tp=4"], ["layout.tp = 4", "attention heads", "tp=3"]),
+        (sets(model__vocab=100), ["model.vocab = 100: the tokens of", "need 259 entries", "at least 259"]),
+        (sets(data__path="/no/where"), ["data.path = /no/where: there is no token store", "shoal data TEXT /no/where"]),
+        (sets(data__seq_len=200_000), ["data.seq_len = 200000: a sample takes 200001 tokens", "at most 199999"]),
+        (sets(data__validation=0.00001), ["data.validation = 1e-05: keeps none of", "at least"]),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("no_processes")
+def test_train_refuses(shoal: Shoal, file: Path, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+    refused(shoal("train", file, *arguments), *words)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+@pytest.mark.usefixtures("no_processes")
+def test_a_run_file_that_cannot_be_read_is_refused(shoal: Shoal, tmp_path: Path, command: str) -> None:
+    refused(shoal(command, tmp_path / "no.toml"), f"run file {tmp_path / 'no.toml'}: there is no such file")
+    refused(shoal(command, tmp_path), "there is no such file")
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text("[run\nsteps = 3", encoding="utf-8")
+    refused(shoal(command, wrong), f"run file {wrong}: not valid TOML", "line 1")
+    wrong.write_bytes(b"\xff\xfe")
+    refused(shoal(command, wrong), f"run file {wrong}: not valid TOML")
+    wrong.write_text("[run]\nstepps = 3\n", encoding="utf-8")
+    refused(
+        shoal(command, wrong),
+        "run.stepps: unknown key (did you mean 'steps'?)",
+        "run.steps: missing; the run file must set it",
+        "model: missing",
+    )
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_damaged_token_store_is_refused(shoal: Shoal, store: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.store"
+    shutil.copytree(store, bad)
+    file, tokens = write_run(tmp_path, bad), bad / "tokens.bin"
+    contents = bytearray(tokens.read_bytes())
+    contents[1000] ^= 4
+    tokens.write_bytes(contents)
+    for command in ("train", "verify"):
+        refused(shoal(command, file, "--layout", "dp=2"), f"{tokens}: CRC-32 is", "make the store again")
+    tokens.write_bytes(contents[:-1])
+    refused(shoal("train", file), f"{tokens}: 400001 bytes, expected 400002", "truncated")
+    tokens.unlink()
+    refused(shoal("train", file), f"{tokens}: missing")
+    (bad / "meta.json").write_text("{}", encoding="utf-8")
+    refused(shoal("train", file), f"{bad / 'meta.json'}: not the description of a token store")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_tracker_that_is_not_installed_is_refused(
+    shoal: Shoal, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.train.metrics.find_spec", lambda name: None if name == "wandb" else find_spec(name))
+    result = shoal("train", file, *sets(log__wandb="true"))
+    refused(result, "log.wandb = true: the package wandb is not installed", "pip install 'shoal[wandb]'", "= false")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_checkpoint_that_is_cut_short_is_refused(shoal: Shoal, file: Path, trained: Path) -> None:
+    newest = trained / "step-00000003"
+    shard = newest / "rank-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-8])
+    result = shoal("train", file)
+    refused(result, f"checkpoint = {newest}: damaged: {shard.name} has", f"move {newest} away", "--fresh")
+    (newest / "manifest.json").write_text("{", encoding="utf-8")
+    refused(shoal("train", file), f"checkpoint = {newest}: damaged: manifest.json is not JSON")
+
+
+def test_a_checkpoint_with_a_flipped_bit_is_refused_and_the_one_before_goes_on(
+    shoal: Shoal, file: Path, trained: Path, tmp_path: Path
+) -> None:
+    newest = trained / "step-00000003"
+    flip(newest / "rank-00001.safetensors")
+    lines = len(events(trained, "start"))
+    refused(shoal("train", file), f"{newest / 'rank-00001.safetensors'}: damaged", f"move {newest} away", "--fresh")
+    assert len(events(trained, "start")) == lines
+    shutil.move(newest, tmp_path / "away")
+    assert shoal("train", file, *sets(run__steps=4)).code == 0
+    assert events(trained, "start")[-1]["step"] == 2
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_folder_that_cannot_be_written_is_refused(shoal: Shoal, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("", encoding="utf-8")
+    refused(shoal("train", file), f"run.folder = {tmp_path / 'out'}: ", "cannot be written: ")
+
+
+def test_an_error_that_a_rank_finds_is_one_message(
+    shoal: Shoal, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token store goes away between the checks and the ranks."""
+    kept, start = tmp_path / "kept.store", Pool._start
+    shutil.copytree(store, kept)
+
+    def lose(self: Pool) -> None:
+        if kept.exists():
+            shutil.rmtree(kept)
+        start(self)
+
+    monkeypatch.setattr(Pool, "_start", lose)
+    refused(shoal("train", write_run(tmp_path, kept)), f"{kept}: no token store here")
+
+
+# verify
+
+
+def test_verify_agrees_and_tells_a_script(shoal: Shoal, file: Path) -> None:
+    result = shoal("verify", file, "--layout", "dp=2,mb=2", "--steps", 2, "--json")
+    assert (result.code, result.err) == (0, "")
+    found = json.loads(result.out)
+    assert found["agree"] is True
+    assert (found["steps"], found["layout"]) == (2, "dp=2,mb=2,dtype=float64")
+    assert found["max_rel"].keys() == {"loss", "grad_norm", "grad", "weight"}
+    assert all(0 <= value < 1e-9 for value in found["max_rel"].values())
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_verify_exits_with_1_when_a_layout_disagrees(
+    shoal: Shoal, file: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    monkeypatch.setattr(verification, "TOLERANCE", {"float64": -1.0})
+    result = shoal("verify", file, "--layout", "dp=2", "--steps", 1, *flags)
+    assert (result.code, result.err) == (1, "")
+    if flags:
+        assert json.loads(result.out)["agree"] is False
+        assert any(fault.startswith("gradient embed.weight differs") for fault in json.loads(result.out)["faults"])
+    else:
+        assert "dp=2,dtype=float64 disagrees with one process:" in result.out
+        assert "gradient embed.weight differs by" in result.out
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_verify_refuses_what_train_refuses(shoal: Shoal, file: Path) -> None:
+    refused(shoal("verify", file, "--layout", "tp=2"), "layout.tp = 2", "not built yet")
+    refused(shoal("verify", file, "--layout", "dp=7"), "a global batch of 24")
+    refused(shoal("verify", file, *sets(model__vocab=100)), "model.vocab = 100", "at least 259")
+
+
+# data, generate, inspect
+
+
+def test_data_makes_a_store_that_inspect_shows(shoal: Shoal, tmp_path: Path) -> None:
+    text, tokenizer, out = tmp_path / "some.txt", tmp_path / "tokenizer.json", tmp_path / "some.store"
+    text.write_bytes(KJV.read_bytes()[:20_000])
+    byte_tokenizer().save(str(tokenizer))
+    result = shoal("data", text, out, "--tokenizer", tokenizer)
+    assert (result.code, result.err) == (0, "")
+    for words in (
+        f"{out}: 20,001 tokens in 1 documents, vocabulary 259",
+        f'path = "{out}" under [data]',
+        "at least 259",
+    ):
+        assert words in result.out
+    shown = shoal("inspect", out, "--verify")
+    for words in (f"token store {out}", "20,001", "all match", "In the beginning God created"):
+        assert words in shown.out
+    told = json.loads(shoal("inspect", out, "--json").out)
+    assert (told["kind"], told["tokens"], told["vocabulary"]) == ("token store", 20_001, 259)
+    assert told["checksums"].startswith("not read")
+    refused(shoal("data", text, out, "--tokenizer", tokenizer), str(out), "--overwrite")
+    again = shoal("data", text, out, "--train-vocab", 300, "--separator", "\n", "--overwrite", "--json")
+    assert again.code == 0
+    told = json.loads(again.out)
+    assert (told["path"], told["vocabulary"]) == (str(out), 300)
+    assert told["documents"] > 1
+    assert told["fingerprint"] == json.loads(shoal("inspect", out, "--json").out)["fingerprint"]
+    flip(out / "tokens.bin")
+    refused(shoal("inspect", out, "--verify"), f"{out / 'tokens.bin'}: CRC-32 is")
+
+
+def test_data_refuses_what_it_cannot_read(shoal: Shoal, tmp_path: Path) -> None:
+    text = tmp_path / "some.txt"
+    text.write_text("In the beginning", encoding="utf-8")
+    refused(shoal("data", text, tmp_path / "out"), "--tokenizer tokenizer.json or --train-vocab N, such as 2048")
+    refused(shoal("data", text, tmp_path / "out", "--tokenizer", text), f"{text}: not a tokenizer.json")
+    refused(shoal("data", tmp_path / "none", tmp_path / "out", "--train-vocab", 300), str(tmp_path / "none"))
+    text.write_bytes(b"\xff")
+    refused(shoal("data", text, tmp_path / "out", "--train-vocab", 300), str(text), "UTF-8")
+    assert not (tmp_path / "out").exists()
+
+
+def test_generate_says_the_same_for_one_seed(shoal: Shoal, trained: Path) -> None:
+    def said(*arguments: object) -> str:
+        result = shoal("generate", trained, "--prompt", "In the", "--tokens", 30, *arguments)
+        assert (result.code, result.err) == (0, "")
+        return result.out
+
+    first = said("--seed", 3)
+    assert first.startswith("In the")
+    assert len(first) > 20
+    assert said("--seed", 3) == first
+    assert said("--seed", 4) != first
+    told = json.loads(said("--seed", 3, "--json"))
+    assert told["prompt"] + told["text"] == first.rstrip("\n")
+    assert said("--temperature", 0, "--seed", 3) == said("--temperature", 0, "--seed", 4)
+    assert shoal("generate", trained / "step-00000003", "--prompt", "In the", "--tokens", 30, "--seed", 3).out == first
+
+
+def test_generate_refuses(shoal: Shoal, trained: Path, tmp_path: Path) -> None:
+    refused(shoal("generate", trained, "--prompt", ""), "--prompt = '': no tokens in it", 'such as "In the"')
+    refused(shoal("generate", tmp_path / "none", "--prompt", "a"), "none: no checkpoint is there")
+    result = shoal("generate", trained)
+    assert result.code == 2
+    assert "--prompt" in result.err
+    flip(trained / "step-00000003" / "rank-00000.safetensors")
+    refused(shoal("generate", trained, "--prompt", "a"), "rank-00000.safetensors: damaged")
+    (trained / "tokenizer.json").unlink()
+    refused(shoal("generate", trained, "--prompt", "a"), "tokenizer.json: missing")
+
+
+def test_inspect_shows_a_checkpoint_and_finds_a_flipped_bit(
+    shoal: Shoal, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = shoal("inspect", trained)
+    for words in ("step-00000003", "exp_avg, exp_avg_sq", "F64", "embed.weight", "259 × 48", "use --verify"):
+        assert words in shown.out
+    told = json.loads(shoal("inspect", trained, "--verify", "--json").out)
+    assert (told["kind"], told["step"], told["checksums"]) == ("checkpoint", 3, "all match")
+    assert told["tensors"]["embed.weight"] == [259, 48]
+    assert told["parameters"] == sum(_count(shape) for shape in told["tensors"].values())
+    monkeypatch.chdir(trained / "step-00000002")
+    assert json.loads(shoal("inspect", ".", "--json").out)["step"] == 2
+    flip(trained / "step-00000003" / "rank-00001.safetensors")
+    assert shoal("inspect", trained).code == 0
+    refused(shoal("inspect", trained, "--verify"), "rank-00001.safetensors: damaged: its checksum is")
+
+
+def _count(shape: list[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+# all commands
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_has_an_example(shoal: Shoal, command: str | None) -> None:
+    result = shoal(*filter(None, [command, "--help"]))
+    assert (result.code, result.err) == (0, "")
+    assert f"Example: shoal {command or 'train'} " in result.out
+    if command:
+        assert "--json" in result.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["trian"], ["train"], ["train", "--bogus"], ["train", "a.toml", "-n", "0"], ["train", "a.toml", "-n", "two"]],
+)
+def test_wrong_use_exits_with_2(shoal: Shoal, arguments: list[str]) -> None:
+    result = shoal(*arguments)
+    assert result.code == 2
+    assert "Traceback" not in result.err
+
+
+def test_a_command_that_needs_no_torch_does_not_wait_for_it() -> None:
+    code = "import sys; from shoal import cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 16
+    path.write_bytes(contents)

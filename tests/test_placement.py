@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.mesh import Grid
+from shoal.placement import Holders, Piece, Placement, Rule, assemble, holders, stacked, whole
+
+GRID = Grid((("pp", 2), ("dp", 2), ("tp", 4)))
+
+
+def rows(name: str, start: int, stop: int, duplicated: frozenset[str] = frozenset()) -> Placement:
+    box, at = ((start, stop), (0, 3)), ((0, stop - start), (0, 3))
+    return Placement((stop - start, 3), (Piece(name, (8, 3), box, at),), duplicated)
+
+
+def of(rule: Rule, rank: int = 0, grid: Grid = GRID) -> Holders:
+    (found,) = holders(rule, grid, grid.coords(rank))
+    return found
+
+
+def test_a_tensor_placed_alike_everywhere_is_summed_by_all() -> None:
+    everyone = tuple(range(16))
+    assert of(Rule(lambda _: whole("w", (8, 3)))) == Holders(everyone, everyone)
+
+
+def test_a_split_tensor_is_summed_by_the_ranks_with_the_same_part() -> None:
+    rule = Rule(lambda at: rows("w", 2 * at["tp"], 2 * at["tp"] + 2), frozenset({"tp"}))
+    assert of(rule, rank=5) == Holders((1, 5, 9, 13), (1, 5, 9, 13))
+
+
+def test_a_replicated_key_value_head_is_summed_with_its_replica() -> None:
+    """Two heads on four ranks: neighbours hold the same one, and each did its own share of the work."""
+    rule = Rule(lambda at: rows("kv", at["tp"] // 2 * 4, at["tp"] // 2 * 4 + 4), frozenset({"tp"}))
+    assert of(rule, rank=2).sum == (2, 3, 6, 7, 10, 11, 14, 15)
+
+
+def test_duplicated_work_is_held_by_all_but_summed_on_the_other_axes_only() -> None:
+    placement = Placement((8, 3), whole("norm", (8, 3)).pieces, frozenset({"tp"}))
+    found = of(Rule(lambda _: placement), rank=6)
+    assert found.copy == tuple(range(16))
+    assert found.sum == (2, 6, 10, 14)
+
+
+def test_a_tied_weight_on_the_first_and_last_stage_is_summed_across_them() -> None:
+    grid = Grid((("pp", 4), ("dp", 2)))
+    rule = Rule(lambda at: whole("embed", (8, 3)) if at["pp"] in (0, 3) else None, frozenset({"pp"}))
+    assert of(rule, rank=7, grid=grid).sum == (0, 1, 6, 7)
+    with pytest.raises(AssertionError, match="what it holds"):
+        holders(rule, grid, grid.coords(2))
+
+
+def test_each_piece_of_a_fused_tensor_has_its_own_holders() -> None:
+    """Query rows are split over tp, key rows are not."""
+
+    def at(coords: Mapping[str, int]) -> Placement:
+        q = rows("q", 2 * coords["tp"], 2 * coords["tp"] + 2).pieces[0]
+        return Placement((10, 3), (q, Piece("k", (8, 3), ((0, 8), (0, 3)), ((2, 10), (0, 3)))))
+
+    q, k = holders(Rule(at, frozenset({"tp"})), GRID, GRID.coords(0))
+    assert q.copy == (0, 4, 8, 12)
+    assert k.copy == tuple(range(16))
+
+
+@given(st.lists(st.integers(0, 2), min_size=8, max_size=8), st.sets(st.sampled_from(["pp", "dp", "tp"])))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_holders_are_the_ranks_that_a_search_of_the_whole_world_finds(parts: list[int], again: set[str]) -> None:
+    """Any assignment of parts (0: nothing) to the ranks of a cube, with any axes duplicated."""
+    grid = Grid((("pp", 2), ("dp", 2), ("tp", 2)))
+
+    def at(coords: Mapping[str, int]) -> Placement | None:
+        part = parts[grid.rank(coords)]
+        return rows("w", 4 * part - 4, 4 * part, frozenset(again)) if part else None
+
+    rule = Rule(at, frozenset(grid.names))
+    for rank in [rank for rank in range(8) if parts[rank]]:
+        copy = [r for r in range(8) if parts[r] == parts[rank]]
+        adding = [r for r in copy if all(grid.coords(r)[axis] == grid.coords(rank)[axis] for axis in again)]
+        assert of(rule, rank, grid) == Holders(tuple(copy), tuple(adding))
+
+
+def test_deriving_holders_asks_only_about_the_axes_that_the_rule_reads() -> None:
+    asked = []
+    grid = Grid((("pp", 16), ("dp", 64), ("tp", 2)))
+
+    def at(coords: Mapping[str, int]) -> Placement:
+        asked.append(coords)
+        return rows("w", 4 * coords["tp"], 4 * coords["tp"] + 4)
+
+    assert len(of(Rule(at, frozenset({"tp"})), grid=grid).copy) == 1024
+    assert len(asked) == 1 + 2, "its own place, and one for each coordinate on tp: not 2,048"
+
+
+def test_stacked_pieces_are_views_that_tile_the_fused_tensor() -> None:
+    fused = torch.arange(30.0).view(10, 3)
+    placement = stacked([("q", 6), ("k", 2), ("v", 2)], fused.shape)
+    q, k, v = placement.pieces
+    assert [(p.name, p.shape, p.numel) for p in (q, k, v)] == [("q", (6, 3), 18), ("k", (2, 3), 6), ("v", (2, 3), 6)]
+    assert torch.equal(torch.cat([piece.of(fused) for piece in placement.pieces]), fused)
+    k.of(fused).zero_()
+    assert fused[6:8].eq(0).all()
+    assert fused[8:].ne(0).all()
+    with pytest.raises(AssertionError, match="does not fill"):
+        stacked([("q", 6), ("k", 3)], fused.shape)
+
+
+def test_assembling_puts_boxes_in_place_and_shows_what_nobody_holds() -> None:
+    full = torch.arange(12.0, dtype=torch.float64).view(4, 3)
+    boxes = [((0, 2), (0, 3)), ((2, 4), (0, 2))]
+    parts = [(box, full[tuple(slice(*span) for span in box)]) for box in boxes]
+    found = assemble(full.shape, parts)
+    assert found.dtype == torch.float64
+    full[2:, 2] = float("nan")
+    torch.testing.assert_close(found, full, rtol=0, atol=0, equal_nan=True)
+    scalar = assemble((), [((), torch.tensor(5.0))])
+    assert scalar.item() == 5.0
