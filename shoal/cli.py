@@ -5,8 +5,10 @@ from __future__ import annotations
 import json as jsonlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,11 +17,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from shoal import config as configuration
 from shoal.config import Config
-from shoal.errors import ConfigError, ShoalError, setting
+from shoal.errors import ConfigError, DataError, ShoalError, setting
 from shoal.layout import Layout
 
 if TYPE_CHECKING:
@@ -30,8 +31,11 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="Train language models under any parallel layout, and prove that it computes what one device would.",
+    help="Train language models under any parallel layout, and prove that it computes what one device would.\n\n"
+    "Example: shoal train runs/quickstart.toml",
 )
+# Ranks that a launcher has started mostly fail alike: the first tells, the others wait for the launcher to end them.
+_FIRST_TELLS_S = 2.0
 console = Console(highlight=False, soft_wrap=True)
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="the run file")]
@@ -66,26 +70,16 @@ def train(
     if print_config:
         typer.echo(configuration.toml(config), nl=False)
         return
+    from shoal.train.launch import launched, train_here, train_joined
     from shoal.train.setup import fit
 
-    joined = _launched()
-    ranks = joined or processes or (1 if plan.dp == -1 else plan.ranks)
-    plan = fit(config, plan, ranks)
-    watch = partial(_watch, config, json)
-    if joined:
-        _train_joined(config, plan, watch, fresh)
-        return
-    from shoal.train.loop import train as loop
-    from shoal.train.pool import Pool
-    from shoal.train.prepare import prepare, start_afresh
-
-    with _progress(quiet=json) as progress:
-        prepare(config, progress)
-    if fresh and (aside := start_afresh(config)) is not None and not json:
-        console.print(f"the earlier run is now {escape(str(aside))}")
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    with Pool(ranks, threads=threads) as pool:
-        pool.run(loop, config, plan, watch, timeout_s=config.run.timeout, device=config.run.device)
+    joined = launched()
+    if joined and processes not in (None, joined):
+        problem = f"the launcher has started {joined}"
+        raise ConfigError(setting("-n", processes, problem, f"leave it out, or use -n {joined}"))
+    plan = fit(config, plan, joined or processes or _fewest(plan))
+    begin = train_joined if joined else train_here
+    begin(config, plan, partial(_watch, config, json), partial(_ready, config, fresh, json))
 
 
 @app.command()
@@ -104,15 +98,17 @@ def verify(
     """
     config, plan = _read(run, layout, set_)
     from shoal.train.pool import Pool
-    from shoal.train.prepare import prepare
+    from shoal.train.prepare import prepare_data
     from shoal.train.setup import fit
     from shoal.train.verify import verify as compare
 
-    plan = fit(config, plan, 1 if plan.dp == -1 else plan.ranks)
+    plan = fit(config, plan, _fewest(plan))
     with _progress(quiet=json) as progress:
-        prepare(config, progress)
+        prepare_data(config, progress)
     if not json:
-        console.print(f"[bold]{plan}[/] beside one process: {steps} steps, labels masked unequally, {plan.dtype}")
+        console.print(
+            f"[bold]{escape(str(plan))}[/] beside one process: {steps} steps, labels masked unequally, {plan.dtype}"
+        )
     with Pool(plan.ranks) as pool, console.status("running") if not json else _nothing():
         report = compare(config, plan, pool, steps)
     if json:
@@ -135,7 +131,8 @@ def data(
     separator: Annotated[str | None, typer.Option(help="what stands between documents of a text file")] = None,
     field: Annotated[str, typer.Option(help="the field of a JSONL object that holds the text")] = "text",
     workers: Annotated[int | None, typer.Option(help="processes; default: one a CPU", min=1)] = None,
-    overwrite: Annotated[bool, typer.Option(help="replace a store that is there")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a store that is there")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Tokenise text or JSONL into a memory-mapped token store.
 
@@ -145,7 +142,7 @@ def data(
         raise ConfigError("shoal data: give either --tokenizer tokenizer.json or --train-vocab N, such as 2048")
     from shoal.train.prepare import make_store
 
-    with _progress() as progress:
+    with _progress(quiet=json) as progress:
         store = make_store(
             text,
             out,
@@ -157,9 +154,15 @@ def data(
             overwrite=overwrite,
             progress=progress,
         )
+    documents = len(store.documents) - 1
+    if json:
+        counts = {"tokens": len(store), "documents": documents, "vocabulary": store.vocab}
+        typer.echo(jsonlib.dumps({"path": str(out), **counts, "fingerprint": store.fingerprint}))
+        return
+    name = escape(str(out))
     console.print(
-        f"[bold]{out}[/]: {len(store):,} tokens in {len(store.documents) - 1:,} documents, vocabulary {store.vocab:,}\n"
-        f'next: set path = "{out}" under \\[data] in a run file, with model.vocab at least {store.vocab}, '
+        f"[bold]{name}[/]: {len(store):,} tokens in {documents:,} documents, vocabulary {store.vocab:,}\n"
+        f'next: set path = "{name}" under \\[data] in a run file, with model.vocab at least {store.vocab}, '
         "and shoal train it"
     )
 
@@ -193,7 +196,7 @@ def generate_text(
 @app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(help="a token store, a run's folder, or a checkpoint")],
-    verify: Annotated[bool, typer.Option(help="read everything and compare checksums")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="read everything and compare checksums")] = False,
     json: JsonOption = False,
 ) -> None:
     """Show what a token store or a checkpoint holds.
@@ -215,8 +218,24 @@ def main() -> None:
     try:
         app()
     except ShoalError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}")
+        _tell(error)
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # nobody reads what is left: let the interpreter not complain of it at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(error.exit_code)
+
+
+def _tell(error: ShoalError) -> None:
+    """Print the error once, however many ranks a launcher has started."""
+    text = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    rank = int(text) if text.isdigit() else 0
+    if rank and not isinstance(error, DataError):  # that alone may be true of one host, while the others are at work
+        time.sleep(_FIRST_TELLS_S)
+    lines = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    if rank:
+        lines = f"rank {rank}: {lines}"
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(lines)}")
 
 
 def _read(run: Path, layout: str | None, overrides: Sequence[str] | None) -> tuple[Config, Layout]:
@@ -230,32 +249,23 @@ def _read(run: Path, layout: str | None, overrides: Sequence[str] | None) -> tup
     return config, plan
 
 
-def _launched() -> int | None:
-    """How many ranks a launcher has started, this process among them; None where there is no launcher."""
-    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if rank in os.environ and size in os.environ:
-            try:
-                return int(os.environ[size])
-            except ValueError:
-                raise ConfigError(setting(size, os.environ[size], "not a whole number", "check the launcher")) from None
-    return None
+def _fewest(plan: Layout) -> int:
+    """The ranks a layout has; one replica where it leaves their number open."""
+    return replace(plan, dp=1).ranks if plan.dp == -1 else plan.ranks
 
 
-def _train_joined(config: Config, plan: Layout, watch: Callable[[], Sequence[Sink]], fresh: bool) -> None:
-    """This process's part of a run whose ranks a launcher has started."""
-    from shoal.comm.collectives import barrier
-    from shoal.comm.world import init
-    from shoal.train.loop import train as loop
-    from shoal.train.prepare import prepare, start_afresh
+@contextmanager
+def _ready(config: Config, fresh: bool, json: bool) -> Iterator[None]:
+    """Check what the run needs, before anything is written, and hold its folder."""
+    from shoal.train.folder import occupy
+    from shoal.train.prepare import prepare
 
-    with init(device=config.run.device, timeout_s=config.run.timeout) as world:
-        if world.rank == 0:
-            with _progress() as progress:
-                prepare(config, progress)
-            if fresh:
-                start_afresh(config)
-        barrier(world.everyone)
-        loop(world, config, plan, watch)
+    with _progress(quiet=json) as progress:
+        prepare(config, progress, fresh=fresh)
+    with occupy(config, fresh=fresh) as aside:
+        if aside is not None and not json:
+            console.print(f"the earlier run is now {escape(str(aside))}")
+        yield
 
 
 def _watch(config: Config, json: bool) -> Sequence[Sink]:
@@ -269,7 +279,7 @@ def _watch(config: Config, json: bool) -> Sequence[Sink]:
 @contextmanager
 def _progress(quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar for work measured in bytes, where a person is watching."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
         tasks: dict[str, TaskID] = {}
 
@@ -286,4 +296,4 @@ def _nothing() -> Iterator[Any]:
     yield None
 
 
-__all__ = ["Table", "app", "main"]
+__all__ = ["app", "main"]

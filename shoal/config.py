@@ -10,20 +10,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shoal.errors import ConfigError, nearest, setting
 from shoal.layout import Layout
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Count = Annotated[int, Field(ge=1)]
-Interval = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+Interval = Annotated[int, Field(ge=0, strict=True)]
 
 
 class Section(BaseModel):
     """Frozen, strict about keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
 
 
 class Model(Section):
@@ -32,20 +33,15 @@ class Model(Section):
     layers: Count
     hidden: Count
     heads: Count
-    kv_heads: Interval = Field(0, description="key/value heads; 0: as many as heads")
+    kv_heads: Count = Field(
+        default_factory=lambda known: known.get("heads", 1), description="key/value heads; unset: as many as heads"
+    )
     ffn: Count
     vocab: Count
     tied: bool = Field(False, description="output matrix shared with the input embedding")
     dropout: Fraction = 0.0
     rope_theta: float = Field(10_000.0, gt=0)
     norm_eps: float = Field(1e-5, gt=0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _all_heads(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and not values.get("kv_heads") and "heads" in values:
-            return {**values, "kv_heads": values["heads"]}
-        return values
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Model:
@@ -116,7 +112,7 @@ class Schedule(Section):
 
     kind: Literal["constant", "cosine", "wsd"] = "cosine"
     warmup: Interval = Field(0, description="steps of linear warm-up")
-    decay: Fraction | Literal[1] = Field(0.2, description="wsd: last share of the steps, over which the rate falls")
+    decay: float = Field(0.2, ge=0, le=1, description="wsd: last share of the steps, over which the rate falls")
     floor: float = Field(0.1, ge=0, le=1, description="final rate as a share of the highest")
 
 
@@ -146,13 +142,15 @@ class Log(Section):
 class Run(Section):
     """The run as a whole."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
     folder: Path = Field(Path("out"), description="checkpoints and metrics go to folder/name")
     steps: Count
     seed: int = Field(0, ge=0, lt=2**63)
     device: Literal["cpu", "cuda", "auto"] = "cpu"
     stop: Interval = Field(0, description="end after this step, as an interruption would, having saved; 0: at the end")
-    timeout: float = Field(600.0, gt=0, description="seconds after which a collective that nobody answers fails")
+    timeout: float = Field(
+        600.0, gt=0, le=2.6e6, description="seconds after which a collective that nobody answers fails"
+    )
     sample: str | None = Field(None, description="prompt of the text printed when training ends")
     sample_tokens: Count = 100
     expected_loss: float | None = Field(None, description="final validation loss that this file promises")
@@ -170,7 +168,7 @@ class Config(Section):
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
-    layout: dict[str, int | str] = Field(
+    layout: dict[str, bool | int | float | str] = Field(
         default_factory=dict, description='the keys of `--layout`, such as dp = 2 or tp = "4:2d"'
     )
 
@@ -202,16 +200,14 @@ def parse(table: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(table)
     except ValidationError as error:
-        lines = [_explain(fault) for fault in error.errors()]
+        # A default that is made of other settings has no fault of its own.
+        lines = [_explain(fault) for fault in error.errors() if fault["type"] != "default_factory_not_called"]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
 def toml(config: Config) -> str:
     """The whole configuration, defaults included, as TOML that :func:`load` reads back."""
-    lines: list[str] = []
-    for name, section in config.model_dump(mode="json", exclude_none=True).items():
-        lines += [f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in section.items()), ""]
-    return "\n".join(lines)
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
 def _override(table: dict[str, Any], text: str) -> None:
@@ -235,7 +231,7 @@ def _explain(fault: Any) -> str:
     if fault["type"] == "extra_forbidden":
         known = _keys(place[:-1])
         return f"{name}: unknown key{nearest(place[-1], known)}; known here: {', '.join(sorted(known))}"
-    if fault["type"] == "missing":
+    if fault["type"] == "missing" and isinstance(fault["loc"][-1], str):
         return f"{name}: missing; the run file must set it"
     if fault["type"] == "value_error":
         return f"{name}.{fault['ctx']['error']}"
@@ -252,16 +248,3 @@ def _keys(place: Sequence[str]) -> list[str]:
     for part in place:
         model = model.model_fields[part].annotation
     return list(model.model_fields)
-
-
-def _toml_value(value: Any) -> str:
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case str():
-            escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-            return f'"{escaped}"'
-        case list() | tuple():
-            return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-        case _:
-            return str(value)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoal import checkpoint
 from shoal.comm.collectives import Reduction, all_reduce, broadcast, start_all_reduce
-from shoal.comm.world import World
+from shoal.comm.world import Group, World
 from shoal.config import Optimizer
 from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.buckets import Bucket, build_buckets
@@ -105,6 +105,9 @@ class Engine:
         self._replicas = self.mesh.over("dp")
         self.buckets = build_buckets(trained, state_names(self.optimizer))
         self._copy_from_first()
+        for one in trained:
+            one.parameter.grad = None  # what a user left there is no gradient of this training
+        self._norm_group = self._fewest_for_the_norm()
         self._sync = AllReduce(self.buckets, self.mesh.group)
         self._updater = Updater(self.optimizer, [run for bucket in self.buckets for run in _runs(bucket)])
         # The Program, and what its actions mean.
@@ -196,16 +199,26 @@ class Engine:
     def _norm(self) -> None:
         self._sync.finish()
         self.on_gradients()
+        alone = self._norm_group.size == 1
         parts = [
-            (bucket.grads[start:stop], len(who.copy)) for bucket in self.buckets for start, stop, who in bucket.ranges()
+            (bucket.grads[start:stop], 1 if alone else len(who.copy))
+            for bucket in self.buckets
+            for start, stop, who in bucket.ranges()
         ]
-        self._grad_norm = global_norm(parts, self.world.everyone)
+        self._grad_norm = global_norm(parts, self._norm_group)
 
     def _update(self) -> None:
         for bucket in self.buckets:
             bucket.check_views()
         factor = clip_factor(self._grad_norm, self.optimizer.clip)
         self._lr = self._updater.update(self.rate(self.steps_done), factor)
+
+    def _fewest_for_the_norm(self) -> Group:
+        """The ranks that must add up to know the norm: this one alone, if every rank holds every gradient."""
+        everything = all(len(who.copy) == self.world.size for bucket in self.buckets for _, _, who in bucket.ranges())
+        agreed = torch.tensor([everything], dtype=torch.int64, device=self.world.device)
+        all_reduce(agreed, self.world.everyone, "start", "min")
+        return self.mesh.over() if agreed.item() else self.world.everyone
 
     def _weight(self, batches: list[dict[str, Tensor]]) -> Tensor:
         return torch.stack([self.task.weight(one) for one in batches]).sum().double()

@@ -38,6 +38,12 @@ class RankFailed(ShoalError):
     exit_code = 1
 
 
+class Stopped(ShoalError):
+    """A run that was ended from outside: by a signal, or because nobody reads its output any more."""
+
+    exit_code = 1
+
+
 def setting(name: str, value: object, problem: str, legal: str) -> str:
     """One line of the form every message takes: the setting, its value, what is wrong, what would be right."""
     return f"{name} = {value}: {problem}; {legal}"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +67,5 @@ def chain(world: World) -> list[float]:
     return found
 
 
-@pytest.mark.xfail(strict=True, reason="torch names a group after how many this rank made before: members differ")
 def test_overlapping_groups_can_be_opened_whatever_order_each_rank_names_them_in(pool: Pool) -> None:
     assert pool.run(chain, timeout_s=2) == [[11, 1001], [11, 110], [110, 1100], [1001, 1100]]

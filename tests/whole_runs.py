@@ -130,7 +130,11 @@ class Apart:
         warm()
         self.pid = os.fork()
         if self.pid == 0:
-            os._exit(_as_script(list(map(str, arguments)), output, plant))
+            code = 120  # the interpreter's own, when it cannot write at exit
+            try:
+                code = _as_script(list(map(str, arguments)), output, plant)
+            finally:
+                os._exit(code)
 
     def ranks(self) -> list[int]:
         """The processes of its ranks, in order; waits until there are two."""

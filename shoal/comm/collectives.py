@@ -1,4 +1,4 @@
-"""The collectives Shoal uses, each entered in the ledger.
+"""The collectives Shoal uses, those that move tensors entered in the ledger.
 
 All take a :class:`~shoal.comm.world.Group` and act in place; in a group of one rank they do nothing. ``purpose`` says
 what the words are for ("gradients", "norm", …).
@@ -35,7 +35,9 @@ def start_all_reduce(tensor: Tensor, group: Group, purpose: str, reduction: Redu
     if group.handle is None:
         return Pending(None)
     group.ledger.record("all_reduce", tensor.numel(), group.size, group.axis, purpose)
-    return Pending(dist.all_reduce(tensor, _OPS[reduction], group=group.handle, async_op=True))
+    options = dist.AllreduceOptions()
+    options.reduceOp = _OPS[reduction]  # type: ignore[assignment]  # the stub knows one of the two names
+    return Pending(group.handle.allreduce([tensor], options))
 
 
 def all_reduce(tensor: Tensor, group: Group, purpose: str, reduction: Reduction = "sum") -> None:
@@ -47,13 +49,15 @@ def broadcast(tensor: Tensor, group: Group, purpose: str) -> None:
     """Copy the ``tensor`` (contiguous) of the group's lowest rank to all its ranks."""
     if group.handle is not None:
         group.ledger.record("broadcast", tensor.numel(), group.size, group.axis, purpose)
-        dist.broadcast(tensor, src=group.ranks[0], group=group.handle)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        group.handle.broadcast([tensor], options).wait()
 
 
 def barrier(group: Group) -> None:
     """Return once every rank of ``group`` has called this."""
     if group.handle is not None:
-        dist.barrier(group=group.handle)
+        group.handle.barrier().wait()
 
 
 def all_gather_bytes(data: bytes, group: Group, device: torch.device) -> list[bytes]:
@@ -61,11 +65,11 @@ def all_gather_bytes(data: bytes, group: Group, device: torch.device) -> list[by
     if group.handle is None:
         return [data]
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in group.ranks]
-    dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=group.handle)
+    group.handle.allgather([sizes], [torch.tensor([len(data)], device=device)]).wait()
     lengths = [int(size.item()) for size in sizes]
     width = max(1, *lengths)
     mine = torch.zeros(width, dtype=torch.uint8, device=device)
     mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)].to(device)
     parts = [torch.empty_like(mine) for _ in group.ranks]
-    dist.all_gather(parts, mine, group=group.handle)
+    group.handle.allgather([parts], [mine]).wait()
     return [bytes(part[:n].cpu().numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)]

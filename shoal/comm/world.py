@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,10 @@ from shoal.errors import ConfigError, setting
 
 TIMEOUT_S = 600.0
 
+Handle = Any  # a ProcessGroup, or one of its backends by itself, whose stubs lack the methods they share
+"""What carries out a group's collectives. Its own methods are called: the functions of ``torch.distributed`` look
+groups up in a table of theirs."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -31,7 +36,7 @@ class Group:
     ranks: tuple[int, ...]
     axis: str
     ledger: Ledger = field(repr=False, compare=False)
-    handle: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    handle: Handle | None = field(default=None, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -60,19 +65,21 @@ class World:
         self.ledger = Ledger()
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[tuple[int, ...], Group] = {}
-        self._open = False
+        self._store: dist.Store | None = None
         if size > 1:
             assert store is not None, "several ranks need a store to meet at"
             # A prefix of its own per start: ranks restarted on a kept store would read their dead peers' addresses.
+            self._store = dist.PrefixStore(name, store)
             dist.init_process_group(
                 "nccl" if self.device.type == "cuda" else "gloo",
-                store=dist.PrefixStore(name, store),
+                store=self._store,
                 rank=rank,
                 world_size=size,
                 timeout=self._timeout,
                 device_id=self.device if self.device.type == "cuda" else None,
             )
-            self._open = True
+            # A rank that left at once would cut off peers that are still connecting.
+            dist.barrier()
             everyone = tuple(range(size))
             self._groups[everyone] = Group(everyone, "world", self.ledger, dist.group.WORLD)
 
@@ -86,15 +93,7 @@ class World:
         assert self.rank in ranks, f"rank {self.rank} is not in {ranks}"
         assert list(ranks) == sorted(set(ranks)), f"ranks must ascend: {ranks}"
         if (known := self._groups.get(ranks)) is None:
-            handle = None
-            if len(ranks) > 1:
-                # new_group would fall back to 30 minutes if it were not given the run's time-out.
-                handle = dist.new_group(
-                    list(ranks),
-                    timeout=self._timeout,
-                    use_local_synchronization=True,
-                    group_desc=f"{axis}:{'-'.join(map(str, ranks))}",
-                )
+            handle = self._connect(ranks) if len(ranks) > 1 else None
             known = self._groups[ranks] = Group(ranks, axis, self.ledger, handle)
         return Group(ranks, axis, self.ledger, known.handle) if known.axis != axis else known
 
@@ -103,10 +102,27 @@ class World:
         for ranks, axis in sorted(set(wanted)):
             self.group(ranks, axis)
 
+    def _connect(self, ranks: tuple[int, ...]) -> Handle:
+        """Connect the members of a group, under a name that follows from its ranks alone.
+
+        ``dist.new_group`` would need every rank of the world to make every group; where it lets members meet by
+        themselves, it names a group by how many each has made before, and overlapping groups wait for ever.
+        """
+        assert self._store is not None
+        store = dist.PrefixStore("group/" + "-".join(map(str, ranks)), self._store)
+        place = ranks.index(self.rank)
+        if self.device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            return dist.ProcessGroupNCCL(store, place, len(ranks), options)
+        handle: Handle = dist.ProcessGroupGloo(store, place, len(ranks), self._timeout)
+        handle.barrier().wait()
+        return handle
+
     def close(self) -> None:
         """Destroy every group. A second call does nothing."""
-        if self._open:
-            self._open = False
+        if self._store is not None:
+            self._store = None
             self._groups.clear()
             dist.destroy_process_group()
 
@@ -141,9 +157,12 @@ def init(*, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> World:
             "start them with torchrun, or set both to the host and a free port of rank 0"
         )
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    number = _integer("MASTER_PORT", port)
+    if not 0 < number < 1 << 16:
+        raise ConfigError(setting("MASTER_PORT", port, "not a port", "use a free one from 1024 to 65535"))
     store = dist.TCPStore(
         address,
-        _integer("MASTER_PORT", port),
+        number,
         world_size=size,
         is_master=rank == 0 and not agent_serves,
         timeout=timedelta(seconds=timeout_s),
@@ -171,6 +190,11 @@ def _launched() -> tuple[int, int, int]:
         ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
         ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     ):
+        if (rank in env) != (size in env) and rank == "RANK":
+            missing, there = (size, rank) if rank in env else (rank, size)
+            raise ConfigError(
+                setting(there, env[there], f"{missing} is not set", "set both, as torchrun does, or neither")
+            )
         if rank in env and size in env:
             found = _integer(rank, env[rank]), _integer(size, env[size]), _integer(local, env.get(local, "0"))
             if not 0 <= found[0] < found[1]:

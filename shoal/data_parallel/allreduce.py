@@ -77,6 +77,8 @@ class AllReduce:
 
     def reduce(self) -> None:
         """Every gradient of the step has entered: send what has not been sent."""
+        for main in self._mains:
+            assert main.held.parameter.grad is None, f"a gradient of {main.held.name} came after its unit was done"
         while self._sent < len(self._buckets):
             self._send()
 

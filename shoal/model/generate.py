@@ -31,11 +31,13 @@ def generate(
     assert prompt, "something must come before the first token"
     generator = torch.Generator().manual_seed(seed)
     cache = Cache()
-    model.eval()
+    training = model.training
     given = prompt
     for _ in range(tokens):
         with torch.no_grad():
+            model.eval()
             logits = model.decode(torch.tensor([given], device=model.embed.weight.device), cache)[0, -1]
+            model.train(training)
         token = _draw(logits[:known].float().cpu(), temperature, top_k, generator)
         if token == stop:
             return

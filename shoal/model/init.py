@@ -33,7 +33,7 @@ def fill(local: Tensor, placement: Placement, seed: int, std: float) -> None:
 
 def _draw(out: Tensor, piece: Piece, seed: int, std: float) -> None:
     generator = torch.Generator()
-    row = torch.empty(prod(piece.shape[1:]))
+    row = torch.empty(prod(piece.shape[1:]), dtype=torch.float32)
     rest = tuple(slice(start, stop) for start, stop in piece.box[1:])
     start, stop = piece.box[0]
     for number in range(start, stop):

@@ -1,7 +1,7 @@
 """Cross-entropy from hidden states, without ever holding all the logits.
 
 The rows are taken a chunk at a time: logits, loss, and at once the gradients of the hidden states and of the output
-matrix, so that the backward pass only scales them. At most ``CHUNK`` logits exist at any moment.
+matrix, so that the backward pass only scales them. At most three times ``CHUNK`` logits exist at any moment.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     ``x`` is [rows, hidden], ``weight`` [vocabulary, hidden], ``labels`` int64 [rows]; the result is a scalar of the
     dtype of ``x``.
     """
-    total: Tensor = _LinearCrossEntropy.apply(x, weight, labels)  # type: ignore[no-untyped-call]
+    # Inside a Function autograd is always off, so whether gradients are wanted must be asked here.
+    total: Tensor = _LinearCrossEntropy.apply(x, weight, labels, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     return total
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        needs_x, needs_weight, _ = ctx.needs_input_grad
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, training: bool) -> Tensor:
+        needs_x, needs_weight = (needed and training for needed in ctx.needs_input_grad[:2])
         grad_x = torch.empty_like(x) if needs_x else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
         total = x.new_zeros(())
@@ -40,7 +41,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x_chunk, label = x[chunk], labels[chunk]
             log_p = torch.log_softmax(x_chunk @ weight.t(), dim=-1)
             counted = label != IGNORED
-            picked = label.clamp(min=0)[:, None]
+            picked = label.where(counted, 0)[:, None]
             total -= log_p.gather(1, picked)[:, 0].masked_fill(~counted, 0.0).sum()
             if grad_x is None and grad_weight is None:
                 continue
@@ -56,11 +57,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_x, grad_weight = ctx.saved_tensors
         # The saved gradients belong to this node alone and are used once, so they may be scaled where they lie.
         return (
             None if grad_x is None else grad_x.mul_(grad),
             None if grad_weight is None else grad_weight.mul_(grad),
+            None,
             None,
         )

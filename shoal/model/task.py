@@ -65,8 +65,9 @@ class PlainTask:
         self._loss, self._weight = loss, weight
 
     def layers(self) -> list[tuple[str, nn.Module]]:
-        if isinstance(self.module, nn.Sequential):
-            return list(self.module.named_children())
+        if isinstance(self.module, nn.Sequential) and type(self.module).forward is nn.Sequential.forward:
+            # Not named_children: a layer that occurs twice runs twice.
+            return [(str(place), layer) for place, layer in enumerate(self.module)]
         return [("", self.module)]
 
     def weight(self, batch: Batch) -> Tensor:

@@ -14,19 +14,17 @@ from shoal.comm.world import Group
 _ROW = 4096
 
 
-def global_norm(parts: Sequence[tuple[Tensor, int]], everyone: Group) -> float:
-    """The 2-norm of the gradients of all ranks, each logical element counted once.
+def global_norm(parts: Sequence[tuple[Tensor, int]], group: Group) -> float:
+    """The 2-norm of all gradients that the ranks of ``group`` hold, each logical element counted once.
 
-    ``parts`` are this rank's flat gradients, each with the number of ranks that hold a copy of it. Where every rank
-    holds everything, each computes the norm alone; else the shares are summed over ``everyone``.
+    ``parts`` are this rank's flat gradients, each with the number of ranks of the group that hold a copy of it. A rank
+    that holds everything may compute the norm in a group of its own, without communication.
     """
-    if not parts:
-        return 0.0
-    shares = torch.stack([squared_norm(part) / copies for part, copies in parts]).sum()
-    if all(copies == everyone.size for _, copies in parts):
-        return sqrt(shares.item() * everyone.size)
-    all_reduce(shares, everyone, "norm")
-    return sqrt(shares.item())
+    total = torch.zeros((), dtype=torch.float64, device=parts[0][0].device if parts else None)
+    for part, copies in parts:
+        total += squared_norm(part) / copies
+    all_reduce(total, group, "norm")
+    return sqrt(total.item())
 
 
 def squared_norm(x: Tensor) -> Tensor:
@@ -36,7 +34,8 @@ def squared_norm(x: Tensor) -> Tensor:
     and added in float64 are not.
     """
     even = len(x) // _ROW * _ROW
-    norms = torch.linalg.vector_norm(x[:even].view(-1, _ROW), dim=1).double()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(x[:even].view(-1, _ROW), dim=1, dtype=wide).double()
     total: Tensor = norms.dot(norms) + torch.linalg.vector_norm(x[even:].double()).square()
     return total
 

@@ -14,16 +14,15 @@ def rate(schedule: Schedule, step: int, steps: int) -> float:
     last step along half a cosine (Loshchilov & Hutter 2017); *wsd* (warm-up, stable, decay; Hu et al. 2024) stays at 1
     and falls linearly to ``floor`` over the last share ``decay`` of the steps.
     """
-    if step < schedule.warmup:
-        return (step + 1) / (schedule.warmup + 1)
+    warm = min(1.0, (step + 1) / (schedule.warmup + 1))
     last = max(steps - 1, 1)
     match schedule.kind:
         case "constant":
-            return 1.0
+            return warm
         case "cosine":
-            progress = min(1.0, (step - schedule.warmup) / max(1, last - schedule.warmup))
-            return schedule.floor + (1 - schedule.floor) * 0.5 * (1 + cos(pi * progress))
+            progress = min(1.0, max(0, step - schedule.warmup) / max(1, last - schedule.warmup))
+            return min(warm, schedule.floor + (1 - schedule.floor) * 0.5 * (1 + cos(pi * progress)))
         case "wsd":
-            length = max(1.0, schedule.decay * steps)
-            progress = min(1.0, max(0.0, (step - (last - length)) / length))
-            return 1 - (1 - schedule.floor) * progress
+            length = schedule.decay * steps
+            progress = min(1.0, max(0.0, (step - (last - length)) / length)) if length else 0.0
+            return min(warm, 1 - (1 - schedule.floor) * progress)

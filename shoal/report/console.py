@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,12 +16,19 @@ from shoal.config import Config
 Values = Mapping[str, Any]
 
 
+class PipeConsole(Console):
+    """A console whose reader may leave: printing then raises ``BrokenPipeError``, where rich would exit in silence."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        raise BrokenPipeError
+
+
 class ConsoleSink:
-    """Lines for people."""
+    """Lines for people. Raises ``BrokenPipeError`` when nobody reads them any more."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = PipeConsole(highlight=False, soft_wrap=True)
         self._started = time.monotonic()
         self._first = self._last = 0
 
@@ -51,9 +59,12 @@ class ConsoleSink:
         self._first, self._last = values["step"], values["steps"]
         self._print(
             f"[bold]{run.name}[/]: {values['parameters']:,} parameters, layout [bold]{values['layout']}[/] on {ranks}; "
-            f"{self._last:,} steps of {data.batch} × {data.seq_len} tokens; everything goes to {values['folder']}/"
+            f"{self._last:,} steps of {data.batch} × {data.seq_len} tokens; "
+            f"everything goes to {escape(values['folder'])}/"
         )
-        if self._first:
+        if self._first == self._last:
+            self._print(f"complete: step {self._first} is saved; raise run.steps to go on, or start anew with --fresh")
+        elif self._first:
             self._print(f"continuing after step {self._first}; start anew with --fresh")
         elif (promise := _promise(self._config)) is not None:
             self._print(f"expected: {promise}")
@@ -70,16 +81,19 @@ class ConsoleSink:
 
     def _end(self, values: Values) -> None:
         run, folder = self._config.run, self._config.run.folder / self._config.run.name
-        spent = _clock(time.monotonic() - self._started)
+        spent, step = _clock(time.monotonic() - self._started), values["step"]
         loss = values["validation_loss"]
-        if loss is None:
-            self._print(f"[bold green]done[/] in {spent}, at step {values['step']}.")
+        if step < run.steps:
+            validation = "" if loss is None else f", validation loss [bold]{loss:.4f}[/]"
+            self._print(f"[bold]stopped[/] in {spent} after step {step} of {run.steps}, as run.stop says{validation}.")
+        elif loss is None:
+            self._print(f"[bold green]done[/] in {spent}, at step {step}.")
         else:
-            promised = "" if run.expected_loss is None or run.stop else f" (this file promises {run.expected_loss:.2f})"
+            promised = "" if run.expected_loss is None else f" (this file promises {run.expected_loss:.2f})"
             self._print(f"[bold green]done[/] in {spent}: final validation loss [bold]{loss:.4f}[/]{promised}.")
         self._print("\nWhat to try next:")
-        for what, command in _next(self._config, folder):
-            self._print(f"  {what:<34}[bold]{command}[/]")
+        for what, command in _next(self._config, folder, step):
+            self._print(f"  {what:<34}[bold]{escape(command)}[/]")
 
     def _print(self, text: str) -> None:
         self._console.print(text)
@@ -95,12 +109,15 @@ def _promise(config: Config) -> str | None:
     return ", ".join(parts) or None
 
 
-def _next(config: Config, folder: Path) -> list[tuple[str, str]]:
-    tips = []
+def _next(config: Config, folder: Path, step: int) -> list[tuple[str, str]]:
+    name, tips = shlex.quote(str(folder)), []
+    if step < config.run.steps:
+        tips.append((f"go on to step {config.run.steps}", f"shoal train {name}/run.toml --set run.stop=0"))
     if config.data.source == "tokens":
-        tips.append(("more text from this model", f'shoal generate {folder} --prompt "In the beginning"'))
-    tips.append(("what was saved", f"shoal inspect {folder}"))
-    tips.append(("proof that a layout computes it", "shoal verify runs/tiny.toml --layout dp=4,mb=2"))
+        tips.append(("more text from this model", f'shoal generate {name} --prompt "In the beginning"'))
+    tips.append(("what was saved", f"shoal inspect {name}"))
+    if (proof := Path("runs/tiny.toml")).exists():
+        tips.append(("proof that a layout computes it", f"shoal verify {proof} --layout dp=4,mb=2"))
     return tips
 
 

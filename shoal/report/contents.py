@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal import checkpoint
+from shoal.data.megatron import index_path
 from shoal.data.store import TokenStore
 from shoal.data.tokenize import load_tokenizer
 from shoal.errors import ConfigError
@@ -35,7 +36,7 @@ class Contents:
         return {"path": str(self.path), "kind": self.kind, **self.facts, "tensors": dict(self.tensors)}
 
     def table(self) -> RenderableType:
-        facts = Table(title=f"{self.kind} {self.path}", title_justify="left", show_header=False, box=None)
+        facts = Table(title=f"{self.kind} {escape(str(self.path))}", title_justify="left", show_header=False, box=None)
         for name, value in self.facts.items():
             facts.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else escape(str(value)))
         parts: list[RenderableType] = [facts]
@@ -55,10 +56,11 @@ def contents(path: Path, verify: Progress | None = None) -> Contents:
     With ``verify``, which is called with (bytes read, bytes in all), everything is read and its checksums compared.
     Raises a :class:`~shoal.errors.ShoalError` when something is damaged or nothing is there.
     """
-    if not path.exists() and not path.with_suffix(".idx").exists():
-        raise ConfigError(f"{path}: nothing there; name a token store, a run's folder or a checkpoint")
-    if (path / "meta.json").exists() or path.suffix in (".bin", ".idx") or path.with_suffix(".idx").exists():
+    path = path.absolute() if path.name in ("", "..") else path
+    if (path / "meta.json").exists() or index_path(path).exists() or path.suffix in (".bin", ".idx"):
         return _store(path, verify)
+    if not path.exists():
+        raise ConfigError(f"{path}: nothing there; name a token store, a run's folder or a checkpoint")
     return _checkpoint(path, verify)
 
 
@@ -86,10 +88,12 @@ def _checkpoint(path: Path, verify: Progress | None) -> Contents:
     if verify is not None:
         checkpoint.verify(found, verify)
     meta: Any = manifest.meta
-    shapes = {name: tensor.shape for name, tensor in manifest.tensors.get("weight", {}).items()}
+    weights = manifest.tensors.get("weight", {})
+    shapes = {name: weights[name].shape for name in sorted(weights, key=_by_number)}
     facts = {
         "step": manifest.step,
         "parameters": sum(prod(shape) for shape in shapes.values()),
+        "dtype": ", ".join(sorted({tensor.dtype for tensor in weights.values()})),
         "states": ", ".join(sorted(manifest.tensors.keys() - {"weight"})) or "none",
         "files": len(manifest.files),
         "bytes": sum(file.size for file in manifest.files.values()),
@@ -97,6 +101,11 @@ def _checkpoint(path: Path, verify: Progress | None) -> Contents:
         "checksums": _checked(verify),
     }
     return Contents(found, "checkpoint", facts, shapes)
+
+
+def _by_number(name: str) -> list[tuple[bool, int, str]]:
+    """Sorts layer 2 before layer 10."""
+    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
 def _checked(verify: Progress | None) -> str:

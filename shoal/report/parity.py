@@ -41,11 +41,11 @@ def parity_table(report: Parity) -> RenderableType:
     for name, rel in sorted(report.worst.items(), key=lambda item: -item[1])[:3]:
         table.add_row(f"  [dim]{escape(name)}[/]", f"[dim]{rel:.1e}[/]", "")
     if report.agree:
-        return Group(table, f"[bold green]{report.layout} computes what one process computes.[/]")
+        return Group(table, f"[bold green]{escape(report.layout)} computes what one process computes.[/]")
     lines = [f"  {escape(fault)}" for fault in report.faults[:_SHOWN]]
     if len(report.faults) > _SHOWN:
         lines.append(f"  … and {len(report.faults) - _SHOWN} more")
-    return Group(table, f"[bold red]{report.layout} disagrees with one process:[/]", *lines)
+    return Group(table, f"[bold red]{escape(report.layout)} disagrees with one process:[/]", *lines)
 
 
 def _number(value: float, tolerance: float) -> str:

@@ -13,26 +13,21 @@ from typing import Any
 
 import torch
 
-from shoal import __version__, checkpoint
+from shoal import __version__
 from shoal.comm.collectives import all_reduce, barrier
 from shoal.comm.world import World
 from shoal.config import Config, toml
 from shoal.data.batches import Batch, Batches, batch_hash
 from shoal.data.tokenize import load_tokenizer
 from shoal.engine import Engine
-from shoal.errors import CheckpointError, setting
+from shoal.errors import Stopped
 from shoal.layout import Layout
 from shoal.model.decoder import Decoder
 from shoal.model.generate import generate
+from shoal.train.folder import TOKENIZER, run_folder
 from shoal.train.metrics import Sink, open_sinks
+from shoal.train.resume import advice, find_start, last_step, remember
 from shoal.train.setup import Source, make_engine, open_data
-
-TOKENIZER = "tokenizer.json"
-
-
-def run_folder(config: Config) -> Path:
-    """Where a run keeps its checkpoints, metrics, configuration and tokenizer."""
-    return config.run.folder / config.run.name
 
 
 def train(world: World, config: Config, layout: Layout, watch: Callable[[], Sequence[Sink]]) -> dict[str, Any]:
@@ -53,8 +48,8 @@ class _Run:
         self.source = open_data(config)
         self.validation = _validation(config)
         self.engine: Engine = make_engine(config, layout, world)
-        self.steps = config.run.stop or config.run.steps
-        self.facts = _facts(config, self.source)
+        self.steps = last_step(config)
+        self.memory = remember(config, self.source)
         self.sinks: list[Sink] = []
         self._resume()
         if world.rank == 0:
@@ -122,23 +117,15 @@ class _Run:
         return loss
 
     def _save(self) -> None:
-        path = self.engine.save(self.folder, self.facts, keep=self.config.checkpoint.keep)
+        path = self.engine.save(self.folder, self.memory, keep=self.config.checkpoint.keep)
         self._tell("checkpoint", step=self.engine.steps_done, path=str(path))
 
     def _resume(self) -> None:
         """Continue from the newest checkpoint of the run's folder, if it is one of the same run."""
-        found = checkpoint.latest(self.folder)
-        if found is None:
-            return
-        saved = checkpoint.read_manifest(found).meta
-        for key, wanted in self.facts.items():
-            if key in COMPARED and saved.get(key) != wanted:
-                legal = f"set it back to {saved.get(key)}, give the run another name, or start anew with --fresh"
-                raise CheckpointError(setting(key, wanted, f"the checkpoint {found} was trained with another", legal))
-        self.engine.load(found)
-        if self.engine.steps_done > self.steps:
-            legal = f"use at least {self.engine.steps_done}, or start anew with --fresh"
-            raise CheckpointError(setting("run.steps", self.steps, f"{found} is further already", legal))
+        found = find_start(self.config, self.source)
+        if found is not None:
+            with advice(found):
+                self.engine.load(found)
 
     def _sample(self) -> None:
         """Let the trained model speak, where the run file gives it a beginning."""
@@ -171,28 +158,11 @@ class _Run:
         return f"{int(total.item()) & (1 << 64) - 1:016x}"
 
     def _tell(self, event: str, **values: Any) -> None:
-        for sink in self.sinks:
-            sink.record(event, values)
-
-
-COMPARED = ("run.seed", "data", "data.seq_len", "data.batch", "data.validation", "data.documents")
-"""What must not change between the parts of a run: with another of these it would see other samples."""
-
-
-def _facts(config: Config, source: Source) -> dict[str, Any]:
-    """What a checkpoint remembers of its run."""
-    data = config.data
-    return {
-        "run.seed": config.run.seed,
-        "data": source.store.fingerprint if isinstance(source, Batches) else data.source,
-        "data.seq_len": data.seq_len,
-        "data.batch": data.batch,
-        "data.validation": data.validation,
-        "data.documents": data.documents,
-        "config": config.model_dump(mode="json", exclude_none=True),
-        "shoal": __version__,
-        "torch": torch.__version__,
-    }
+        try:
+            for sink in self.sinks:
+                sink.record(event, values)
+        except BrokenPipeError:
+            raise Stopped("standard output was closed, so nobody could see how the run goes on") from None
 
 
 def _validation(config: Config) -> Source | None:

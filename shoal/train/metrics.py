@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -49,9 +51,7 @@ class TensorBoard:
     """Scalars of steps and evaluations in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
-        self._writer: Any = _require("torch.utils.tensorboard", "log.tensorboard", "tensorboard").SummaryWriter(
-            str(folder)
-        )
+        self._writer: Any = import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
 
     def record(self, event: str, values: Values) -> None:
         if event in ("step", "evaluation"):
@@ -66,9 +66,9 @@ class WeightsAndBiases:
     """Scalars of steps and evaluations in the project ``log.project``, under the run's name."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        wandb: Any = _require("wandb", "log.wandb", "wandb")
-        self._run = wandb.init(
-            project=config.log.project, name=config.run.name, dir=str(folder), config=config.model_dump(mode="json")
+        settings = config.model_dump(mode="json")
+        self._run: Any = import_module("wandb").init(
+            project=config.log.project, name=config.run.name, dir=str(folder), config=settings
         )
 
     def record(self, event: str, values: Values) -> None:
@@ -80,32 +80,48 @@ class WeightsAndBiases:
 
 
 class Tolerant:
-    """A tracker that may fail: the first failure is logged and ends it."""
+    """A tracker that may fail, from its making on: the first failure is logged and ends it."""
 
-    def __init__(self, sink: Sink) -> None:
-        self._sink: Sink | None = sink
+    def __init__(self, name: str, make: Callable[[], Sink]) -> None:
+        self._name = name
+        self._sink: Sink | None = None
+        with self._failing():
+            self._sink = make()
 
     def record(self, event: str, values: Values) -> None:
         if self._sink is not None:
-            try:
+            with self._failing():
                 self._sink.record(event, values)
-            except Exception as error:  # whatever a tracker raises, training goes on
-                name = type(self._sink).__name__
-                logging.getLogger("shoal").warning("%s failed and gets no more metrics: %s", name, error)
-                self._sink = None
 
     def close(self) -> None:
         if self._sink is not None:
-            self._sink.close()
+            with self._failing():
+                self._sink.close()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a tracker raises, training goes on
+            logging.getLogger("shoal").warning("%s failed and gets no more metrics: %s", self._name, error)
+            self._sink = None
+
+
+def check_packages(config: Config) -> None:
+    """Raise :class:`ConfigError` where the run file asks for a tracker whose package is not installed."""
+    for package in ("tensorboard", "wandb"):
+        if getattr(config.log, package) and find_spec(package) is None:
+            legal = f"install it with pip install 'shoal[{package}]', or set log.{package} = false"
+            raise ConfigError(setting(f"log.{package}", "true", f"the package {package} is not installed", legal))
 
 
 def open_sinks(config: Config, folder: Path) -> list[Sink]:
-    """The sinks that a run file asks for. Raises :class:`ConfigError` where a package is missing."""
+    """The sinks that a run file asks for."""
     sinks: list[Sink] = [JsonLines((folder / "metrics.jsonl").open("a", encoding="utf-8"))]
     if config.log.tensorboard:
-        sinks.append(Tolerant(TensorBoard(folder / "tensorboard")))
+        sinks.append(Tolerant("TensorBoard", lambda: TensorBoard(folder / "tensorboard")))
     if config.log.wandb:
-        sinks.append(Tolerant(WeightsAndBiases(config, folder)))
+        sinks.append(Tolerant("Weights & Biases", lambda: WeightsAndBiases(config, folder)))
     return sinks
 
 
@@ -118,11 +134,3 @@ def json_line(values: Values) -> str:
 
 def _scalars(values: Values) -> dict[str, float]:
     return {name: value for name, value in values.items() if isinstance(value, int | float) and name != "step"}
-
-
-def _require(module: str, key: str, extra: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError:
-        legal = f"install it with pip install 'shoal[{extra}]', or set {key} = false"
-        raise ConfigError(setting(key, "true", f"the package {extra} is not installed", legal)) from None

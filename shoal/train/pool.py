@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal.comm.heap import keep_freed_memory
 from shoal.comm.world import TIMEOUT_S, World, pick_device
 from shoal.errors import RankFailed, ShoalError
 
@@ -78,7 +79,8 @@ class Pool:
             meeting = str(Path(folder) / "store")
             try:
                 for rank, (_, pipe) in enumerate(self._workers[:ranks]):
-                    pipe.send((task, arguments, rank, ranks, meeting, timeout_s, device))
+                    pipe.send(rank)
+                    pipe.send((task, arguments, ranks, meeting, timeout_s, device))
                 return self._collect(ranks)
             except BaseException:
                 self.close()
@@ -102,13 +104,15 @@ class Pool:
         self.close()
 
     def _start(self) -> None:
-        if self._workers:
+        if self._workers and all(process.is_alive() for process, _ in self._workers):
             return
+        self.close()
         warm()
         context = multiprocessing.get_context("fork")
         for _ in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_work, args=(there, os.getpid(), self._threads), daemon=True)
+            ours = [here, *(pipe for _, pipe in self._workers)]
+            process = context.Process(target=_work, args=(there, ours, os.getpid(), self._threads), daemon=True)
             process.start()
             there.close()
             self._workers.append((process, here))
@@ -142,10 +146,14 @@ class Pool:
 
     def _outcome(self, rank: int) -> _Failure | tuple[Any]:
         process, pipe = self._workers[rank]
-        with suppress(EOFError, OSError):
+        try:
             if pipe.poll():
                 received: _Failure | tuple[Any] = pipe.recv()
                 return received
+        except (EOFError, OSError):
+            pass  # the process has ended
+        except Exception as error:
+            return _Failure(rank, time.monotonic(), f"rank {rank} sent what cannot be read: {error!r}")
         process.join(timeout=_GRACE_S)
         code = process.exitcode
         how = (
@@ -172,27 +180,35 @@ def _first(failures: Sequence[_Failure]) -> ShoalError:
     return first.error or RankFailed(first.text)
 
 
-def _work(pipe: Connection, parent: int, threads: int) -> None:
-    """A worker's life: run tasks until the pipe closes."""
+def _work(pipe: Connection, parents: Sequence[Connection], parent: int, threads: int) -> None:
+    """A worker's life: run tasks until the pipe closes. ``parents`` are the parent's ends of pipes, inherited."""
     _die_with(parent)
+    for end in parents:
+        end.close()  # else the pipe would not close when the parent ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    keep_freed_memory()
     torch.set_num_threads(threads)
     while True:
+        rank = -1
         try:
-            task, arguments, rank, ranks, meeting, timeout_s, device = pipe.recv()
-        except (EOFError, OSError):
-            return
-        try:
+            rank = pipe.recv()
+            task, arguments, ranks, meeting, timeout_s, device = pipe.recv()
             pipe.send((_run(task, arguments, rank, ranks, meeting, timeout_s, device),))
         except BaseException as error:
-            failure = _Failure(
-                rank,
-                time.monotonic(),
-                f"rank {rank} raised:\n{traceback.format_exc().rstrip()}",
-                error if isinstance(error, ShoalError) else None,
-            )
-            with suppress(OSError):
-                pipe.send(failure)
+            if rank < 0 and isinstance(error, EOFError | OSError):
+                return
+            text = f"rank {rank} raised:\n{traceback.format_exc().rstrip()}"
+            failure = _Failure(rank, time.monotonic(), text, error if isinstance(error, ShoalError) else None)
+            _report(pipe, failure)
+
+
+def _report(pipe: Connection, failure: _Failure) -> None:
+    with suppress(OSError):
+        try:
+            pipe.send(failure)
+        except (TypeError, AttributeError, ValueError):  # an error that cannot be sent; its text can
+            pipe.send(replace(failure, error=None))
 
 
 def _run(
@@ -210,7 +226,8 @@ def _run(
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel end this process when its parent ends, however that ends (Linux; elsewhere pipes close)."""
+    """Have the kernel end this process when its parent ends, however that ends (Linux; elsewhere it ends when it next
+    reads from its pipe)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

@@ -1,8 +1,8 @@
-"""What a run needs before any process starts: a sound token store, made from text where the run file says how."""
+"""What a run needs before any process starts: a sound token store, made from text where the run file says how, the
+packages it asks for, and a checkpoint that it may go on from."""
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -11,32 +11,50 @@ from pathlib import Path
 from shoal.config import Config
 from shoal.data.batches import Batches
 from shoal.data.corpus import Corpus
+from shoal.data.megatron import index_path
 from shoal.data.store import TokenStore
 from shoal.data.store_writer import check_free
 from shoal.data.tokenize import tokenize, train_tokenizer
-from shoal.errors import ConfigError, setting
-from shoal.train.loop import run_folder
-from shoal.train.setup import open_data
+from shoal.errors import DataError, setting
+from shoal.train.metrics import check_packages
+from shoal.train.resume import find_start
+from shoal.train.setup import Source, open_data
 
 Progress = Callable[[str, int, int], None]
 """(what is being done, bytes done, bytes in all)."""
 
 
-def prepare(config: Config, progress: Progress) -> None:
-    """Make the token store if it is missing and the run file names a text; check the store, its checksums and its
-    vocabulary. Raises :class:`~shoal.errors.DataError` or :class:`ConfigError` for whatever would fail later."""
+def prepare(config: Config, progress: Progress, *, fresh: bool = False) -> None:
+    """Find whatever would fail later, before anything of the run is written: see :func:`prepare_data`, and
+    :func:`~shoal.train.resume.find_start` unless the run starts ``fresh``.
+
+    Raises a :class:`~shoal.errors.ShoalError`.
+    """
+    check_packages(config)
+    source = prepare_data(config, progress)
+    if not fresh:
+        find_start(config, source)
+
+
+def prepare_data(config: Config, progress: Progress) -> Source:
+    """The training samples. Makes the token store if it is missing and the run file names a text; checks the store,
+    its checksums and its vocabulary. Raises :class:`~shoal.errors.DataError`."""
     data = config.data
-    if data.source != "tokens":
-        return
-    assert data.path is not None
-    if data.text is not None and not data.path.exists():
-        vocab = data.tokenizer_vocab or config.model.vocab
-        make_store(data.text, data.path, vocab=vocab, separator=data.separator, progress=progress)
+    if data.source == "tokens":
+        assert data.path is not None
+        missing = not data.path.exists() and not index_path(data.path).exists()
+        if missing and data.text is not None:
+            vocab = data.tokenizer_vocab or config.model.vocab
+            make_store(data.text, data.path, vocab=vocab, separator=data.separator, progress=progress)
+        elif missing:
+            legal = f"make one with shoal data TEXT {data.path}, or name the text as data.text"
+            raise DataError(setting("data.path", data.path, "there is no token store", legal))
     source = open_data(config)
-    assert isinstance(source, Batches)
-    if data.validation:
-        open_data(config, "validation")
-    source.store.verify(partial(progress, f"checking {data.path}"))
+    if isinstance(source, Batches):
+        if data.validation:
+            open_data(config, "validation")
+        source.store.verify(partial(progress, f"checking {data.path}"))
+    return source
 
 
 def make_store(
@@ -70,17 +88,3 @@ def make_store(
             overwrite=overwrite,
             progress=partial(progress, f"tokenising {text}"),
         )
-
-
-def start_afresh(config: Config) -> Path | None:
-    """Move an earlier run of the same name aside, so that this one starts at step 0; returns where it went."""
-    folder = run_folder(config)
-    if not folder.exists():
-        return None
-    for number in range(1, 1000):
-        aside = folder.with_name(f"{folder.name}.old-{number}")
-        if not aside.exists():
-            shutil.move(folder, aside)
-            return aside
-    legal = f"remove some of {folder}.old-*"
-    raise ConfigError(setting("run.name", config.run.name, "a thousand earlier runs have been moved aside", legal))

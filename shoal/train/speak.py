@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from shoal import checkpoint
 from shoal.comm.world import World
@@ -18,13 +19,16 @@ from shoal.mesh import Grid
 from shoal.model.decoder import Decoder
 from shoal.model.generate import generate
 from shoal.tensor import whole
-from shoal.train.loop import TOKENIZER
+from shoal.train.folder import TOKENIZER
 from shoal.train.setup import make_model
 
 
 def load_model(path: Path) -> Decoder:
     """The whole model of one checkpoint, on the CPU. Raises :class:`CheckpointError` where it is damaged."""
     meta: Any = checkpoint.read_manifest(path).meta
+    if "config" not in meta:
+        problem = "it does not say which model it is of"
+        raise CheckpointError(setting("checkpoint", path, problem, "name one that shoal train has saved"))
     config = parse(meta["config"])
     model = make_model(config, config.plan())
     grid = Grid((("dp", 1),))
@@ -40,7 +44,8 @@ def speak(
 ) -> Iterator[str]:
     """What the model of a run folder (its newest checkpoint), or of one checkpoint, adds to ``prompt``, piece by piece.
 
-    Raises :class:`CheckpointError` where there is no usable checkpoint, :class:`ConfigError` for an empty prompt.
+    Raises, before the first piece, :class:`CheckpointError` where there is no usable checkpoint and
+    :class:`ConfigError` for an empty prompt.
     """
     found = checkpoint.resolve(path)
     tokenizer_path = found.parent / TOKENIZER
@@ -50,11 +55,8 @@ def speak(
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not ids:
         raise ConfigError(setting("--prompt", repr(prompt), "no tokens in it", 'give some text, such as "In the"'))
-    model = load_model(found)
-    said: list[int] = []
-    shown = ""
     drawn = generate(
-        model,
+        load_model(found),
         ids,
         tokens=tokens,
         temperature=temperature,
@@ -63,6 +65,13 @@ def speak(
         stop=tokenizer.token_to_id("<|endoftext|>"),
         known=tokenizer.get_vocab_size(),
     )
+    return _pieces(drawn, tokenizer)
+
+
+def _pieces(drawn: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """The text of the tokens, as far as it is certain."""
+    said: list[int] = []
+    shown = ""
     for token in drawn:
         said.append(token)
         text = tokenizer.decode(said)

@@ -110,7 +110,6 @@ def test_never_more_than_a_few_chunks_of_logits_exist(monkeypatch: pytest.Monkey
         assert rows * 256 <= scratch(grad=True, hidden=4) <= 3.2 * rows * 256
 
 
-@pytest.mark.xfail(strict=True, reason="needs_input_grad is true for parameters under no_grad too")
 def test_without_grad_no_gradient_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_module, "CHUNK", 256)
     assert scratch(grad=False, hidden=64) < 256 * 64

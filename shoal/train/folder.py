@@ -1,0 +1,85 @@
+"""A run's folder: where it lies, who is at work in it, and how an earlier run is moved aside."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shoal.config import Config
+from shoal.errors import ConfigError, setting
+
+TOKENIZER = "tokenizer.json"
+_LOCK = ".lock"
+# A run that was killed holds its lock until the kernel has ended the last of its processes.
+_PATIENCE_S = 1.0
+
+
+def run_folder(config: Config) -> Path:
+    """Where a run keeps its checkpoints, metrics, configuration and tokenizer."""
+    return config.run.folder / config.run.name
+
+
+@contextmanager
+def occupy(config: Config, *, fresh: bool = False) -> Iterator[Path | None]:
+    """Make the run's folder if it is missing and keep others out of it; with ``fresh``, move an earlier run aside.
+
+    Yields where the earlier run went, None where none was moved. Processes forked meanwhile hold the folder too: it is
+    free when the last of them has ended. Raises :class:`ConfigError` when another run is at work there, or when the
+    folder cannot be written.
+    """
+    folder, aside = run_folder(config), None
+    if fresh and folder.exists():
+        with _locked(folder, config):
+            aside = _move_aside(folder, config)
+    with _locked(folder, config):
+        yield aside
+
+
+@contextmanager
+def _locked(folder: Path, config: Config) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        problem = f"{folder} cannot be written: {error.strerror}"
+        raise ConfigError(setting("run.folder", config.run.folder, problem, "name a folder that can")) from None
+    try:
+        if not _taken(lock):
+            who = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
+            problem = f"{who} is training in {folder}"
+            raise ConfigError(setting("run.name", config.run.name, problem, "wait for it, end it, or use another name"))
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _taken(lock: int) -> bool:
+    """Take the lock; False when another process keeps it."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        except OSError:  # a file system without locks: nothing keeps others out, and nothing can
+            return True
+        else:
+            return True
+
+
+def _move_aside(folder: Path, config: Config) -> Path:
+    for number in range(1, 1000):
+        aside = folder.with_name(f"{folder.name}.old-{number}")
+        if not aside.exists():
+            return folder.rename(aside)
+    legal = f"remove some of {folder}.old-*"
+    raise ConfigError(setting("run.name", config.run.name, "a thousand earlier runs have been moved aside", legal))

@@ -1,0 +1,88 @@
+"""What a checkpoint remembers of its run, and whether a run may go on from one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal import __version__, checkpoint
+from shoal.config import Config, Model
+from shoal.data.batches import Batches
+from shoal.errors import CheckpointError, setting
+from shoal.train.folder import run_folder
+from shoal.train.setup import Source
+
+KEPT = (
+    "run.seed",
+    "data.source",
+    "data.seq_len",
+    "data.batch",
+    "data.validation",
+    "data.documents",
+    *(f"model.{key}" for key in Model.model_fields if key != "dropout"),
+    "optimizer.name",
+)
+"""Settings that must not change between the parts of a run: with another it would see other samples, or its weights
+and states would not fit. The layout may change, and so may the length of the run and the learning rate."""
+
+
+def remember(config: Config, source: Source) -> dict[str, Any]:
+    """What is kept with every checkpoint, as JSON."""
+    return {
+        "data": source.store.fingerprint if isinstance(source, Batches) else config.data.source,
+        "config": config.model_dump(mode="json", exclude_none=True),
+        "shoal": __version__,
+        "torch": torch.__version__,
+    }
+
+
+def find_start(config: Config, source: Source) -> Path | None:
+    """The checkpoint from which the run goes on; None where its folder holds none.
+
+    Reads the manifest, not the weights. Raises :class:`CheckpointError` when it is damaged, was made under another
+    setting that must stay, or is past the last step.
+    """
+    found = checkpoint.latest(run_folder(config))
+    if found is None:
+        return None
+    with advice(found):
+        manifest = checkpoint.read_manifest(found)
+    saved, wanted = dict(manifest.meta), remember(config, source)
+    anew = "give the run another name, or start anew with --fresh"
+    for key in KEPT:
+        before, now = _value(saved, key), _value(wanted, key)
+        if before != now:
+            problem = f"the checkpoint {found} was trained with {before}"
+            raise CheckpointError(setting(key, now, problem, f"set it to {before}, {anew}"))
+    if saved.get("data") != wanted["data"]:
+        problem = f"the checkpoint {found} was trained on other tokens"
+        raise CheckpointError(setting("data.path", config.data.path, problem, f"name the store it saw, {anew}"))
+    if manifest.step > last_step(config):
+        key = "run.stop" if config.run.stop else "run.steps"
+        legal = f"use at least {manifest.step}, {anew}"
+        raise CheckpointError(setting(key, last_step(config), f"the checkpoint {found} is further already", legal))
+    return found
+
+
+@contextmanager
+def advice(found: Path) -> Iterator[None]:
+    """Add, to whatever is wrong with the checkpoint, how the run can go on all the same."""
+    try:
+        yield
+    except CheckpointError as error:
+        older = f"To go on from the checkpoint before, move {found} away; to start anew, use --fresh."
+        raise CheckpointError(f"{error}\n{older}") from error
+
+
+def last_step(config: Config) -> int:
+    """The step after which this part of the run ends."""
+    return min(config.run.stop or config.run.steps, config.run.steps)
+
+
+def _value(meta: dict[str, Any], key: str) -> Any:
+    section, _, name = key.partition(".")
+    return meta.get("config", {}).get(section, {}).get(name)
