@@ -1,4 +1,4 @@
-"""The commands, as a person or a script meets them: what they print, what they refuse, how they exit."""
+"""The commands, as a person or a script meets them: what they print and how they exit."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import json
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from whole_runs import KJV, Apart, Ended, Shoal, events, make_store, sets, write_run
+from whole_runs import KJV, Apart, Ended, Shoal, events, flip, make_store, refused, sets, write_run
 
 from shoal import config as configuration
 from shoal.data.tokenize import byte_tokenizer
 from shoal.train import verify as verification
-from shoal.train.pool import Pool
 
 COMMANDS = ("train", "verify", "data", "generate", "inspect")
 SHORT = sets(run__steps=3, checkpoint__every=2, evaluation__every=2, log__tensorboard="true")
@@ -49,26 +47,6 @@ def shoal(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def file(store: Path, tmp_path: Path) -> Path:
     return write_run(tmp_path, store)
-
-
-@pytest.fixture
-def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rank may be started: what is refused is refused before."""
-
-    def start(self: Pool) -> None:
-        raise AssertionError("a process was to be started")
-
-    monkeypatch.setattr(Pool, "_start", start)
-
-
-def refused(result: Ended, *words: str) -> None:
-    """The command ended with a message of one error that has the ``words``, and nothing else."""
-    assert result.code == 2
-    assert result.out == ""
-    assert result.err.startswith("error: ")
-    assert "Traceback" not in result.err
-    for word in words:
-        assert word in result.err
 
 
 # train: what it says
@@ -119,7 +97,7 @@ def test_train_tells_a_script_one_object_a_step(shoal: Shoal, file: Path) -> Non
         assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s"} <= one.keys()
         assert one["tokens"] == one["step"] * 24 * 32
         assert one["tokens_per_s"] > 0
-    assert [one["lr"] for one in steps[:2]] == [0.0005, 0.001]
+    assert [one["lr"] for one in steps] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3])
 
 
 def test_train_starts_as_many_processes_as_the_layout_has_ranks(shoal: Shoal, file: Path, tmp_path: Path) -> None:
@@ -165,133 +143,6 @@ def test_print_config_loads_back_to_the_same_configuration(shoal: Shoal, file: P
     assert not (tmp_path / "out").exists()
 
 
-# train: what it refuses, before any work
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (sets(run__stepps=3), ["run.stepps: unknown key (did you mean 'steps'?)", "known here: ", "seed"]),
-        (sets(modle__hidden=3), ["modle: unknown key (did you mean 'model'?)"]),
-        (["--set", "run.steps"], ["--set run.steps: write section.key=value, such as --set optimizer.lr=3e-4"]),
-        (["--set", "steps=3"], ["--set steps=3: write section.key=value"]),
-        (sets(run__steps="many"), ["run.steps = many: input should be a valid integer"]),
-        (sets(optimizer__name="adam"), ["optimizer.name = adam: input should be 'adamw' or 'sgd'"]),
-        (sets(run__device="tpu"), ["run.device = tpu: input should be 'cpu', 'cuda' or 'auto'"]),
-        (["-n", "3"], ["layout.dp = 2: dp·cp·tp·pp = 2 ranks, but the world has 3", "use dp=3 or 2 ranks"]),
-        (["--layout", "dp=5"], ["layout.dp = 5: a global batch of 24", "dp·mb = 5·1", "dp=4 or dp=6"]),
-        (["--layout", "dp=2,mb=5"], ["a global batch of 24", "dp·mb = 2·5", "mb=4"]),
-        (["--layout", "dp=two"], ["layout.dp = two: 'two' is not a whole number", "dp=2"]),
-        (["--layout", "pd=2"], ["layout.pd = 2: unknown key (did you mean 'dp'?)"]),
-        (["--layout", "tp=2"], ["layout.tp = 2: tensor parallelism 1d is not built yet", "built: dp, mb"]),
-        (["--layout", "dp=2,zero=1"], ["layout.zero = 1: ZeRO stage 1 is not built yet", "built: dp, mb"]),
-        (["--layout", "tp=4"], ["layout.tp = 4", "attention heads", "tp=3"]),
-        (sets(model__vocab=100), ["model.vocab = 100: the tokens of", "need 259 entries", "at least 259"]),
-        (sets(data__path="/no/where"), ["data.path = /no/where: there is no token store", "shoal data TEXT /no/where"]),
-        (sets(data__seq_len=200_000), ["data.seq_len = 200000: a sample takes 200001 tokens", "at most 199999"]),
-        (sets(data__validation=0.00001), ["data.validation = 1e-05: keeps none of", "at least"]),
-    ],
-)  # fmt: skip
-@pytest.mark.usefixtures("no_processes")
-def test_train_refuses(shoal: Shoal, file: Path, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
-    refused(shoal("train", file, *arguments), *words)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("command", ["train", "verify"])
-@pytest.mark.usefixtures("no_processes")
-def test_a_run_file_that_cannot_be_read_is_refused(shoal: Shoal, tmp_path: Path, command: str) -> None:
-    refused(shoal(command, tmp_path / "no.toml"), f"run file {tmp_path / 'no.toml'}: there is no such file")
-    refused(shoal(command, tmp_path), "there is no such file")
-    wrong = tmp_path / "wrong.toml"
-    wrong.write_text("[run\nsteps = 3", encoding="utf-8")
-    refused(shoal(command, wrong), f"run file {wrong}: not valid TOML", "line 1")
-    wrong.write_bytes(b"\xff\xfe")
-    refused(shoal(command, wrong), f"run file {wrong}: not valid TOML")
-    wrong.write_text("[run]\nstepps = 3\n", encoding="utf-8")
-    refused(
-        shoal(command, wrong),
-        "run.stepps: unknown key (did you mean 'steps'?)",
-        "run.steps: missing; the run file must set it",
-        "model: missing",
-    )
-
-
-@pytest.mark.usefixtures("no_processes")
-def test_a_damaged_token_store_is_refused(shoal: Shoal, store: Path, tmp_path: Path) -> None:
-    bad = tmp_path / "bad.store"
-    shutil.copytree(store, bad)
-    file, tokens = write_run(tmp_path, bad), bad / "tokens.bin"
-    contents = bytearray(tokens.read_bytes())
-    contents[1000] ^= 4
-    tokens.write_bytes(contents)
-    for command in ("train", "verify"):
-        refused(shoal(command, file, "--layout", "dp=2"), f"{tokens}: CRC-32 is", "make the store again")
-    tokens.write_bytes(contents[:-1])
-    refused(shoal("train", file), f"{tokens}: 400001 bytes, expected 400002", "truncated")
-    tokens.unlink()
-    refused(shoal("train", file), f"{tokens}: missing")
-    (bad / "meta.json").write_text("{}", encoding="utf-8")
-    refused(shoal("train", file), f"{bad / 'meta.json'}: not the description of a token store")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.usefixtures("no_processes")
-def test_a_tracker_that_is_not_installed_is_refused(
-    shoal: Shoal, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shoal.train.metrics.find_spec", lambda name: None if name == "wandb" else find_spec(name))
-    result = shoal("train", file, *sets(log__wandb="true"))
-    refused(result, "log.wandb = true: the package wandb is not installed", "pip install 'shoal[wandb]'", "= false")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.usefixtures("no_processes")
-def test_a_checkpoint_that_is_cut_short_is_refused(shoal: Shoal, file: Path, trained: Path) -> None:
-    newest = trained / "step-00000003"
-    shard = newest / "rank-00000.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-8])
-    result = shoal("train", file)
-    refused(result, f"checkpoint = {newest}: damaged: {shard.name} has", f"move {newest} away", "--fresh")
-    (newest / "manifest.json").write_text("{", encoding="utf-8")
-    refused(shoal("train", file), f"checkpoint = {newest}: damaged: manifest.json is not JSON")
-
-
-def test_a_checkpoint_with_a_flipped_bit_is_refused_and_the_one_before_goes_on(
-    shoal: Shoal, file: Path, trained: Path, tmp_path: Path
-) -> None:
-    newest = trained / "step-00000003"
-    flip(newest / "rank-00001.safetensors")
-    lines = len(events(trained, "start"))
-    refused(shoal("train", file), f"{newest / 'rank-00001.safetensors'}: damaged", f"move {newest} away", "--fresh")
-    assert len(events(trained, "start")) == lines
-    shutil.move(newest, tmp_path / "away")
-    assert shoal("train", file, *sets(run__steps=4)).code == 0
-    assert events(trained, "start")[-1]["step"] == 2
-
-
-@pytest.mark.usefixtures("no_processes")
-def test_a_folder_that_cannot_be_written_is_refused(shoal: Shoal, file: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("", encoding="utf-8")
-    refused(shoal("train", file), f"run.folder = {tmp_path / 'out'}: ", "cannot be written: ")
-
-
-def test_an_error_that_a_rank_finds_is_one_message(
-    shoal: Shoal, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The token store goes away between the checks and the ranks."""
-    kept, start = tmp_path / "kept.store", Pool._start
-    shutil.copytree(store, kept)
-
-    def lose(self: Pool) -> None:
-        if kept.exists():
-            shutil.rmtree(kept)
-        start(self)
-
-    monkeypatch.setattr(Pool, "_start", lose)
-    refused(shoal("train", write_run(tmp_path, kept)), f"{kept}: no token store here")
-
-
 # verify
 
 
@@ -317,14 +168,8 @@ def test_verify_exits_with_1_when_a_layout_disagrees(
         assert any(fault.startswith("gradient embed.weight differs") for fault in json.loads(result.out)["faults"])
     else:
         assert "dp=2,dtype=float64 disagrees with one process:" in result.out
-        assert "gradient embed.weight differs by" in result.out
-
-
-@pytest.mark.usefixtures("no_processes")
-def test_verify_refuses_what_train_refuses(shoal: Shoal, file: Path) -> None:
-    refused(shoal("verify", file, "--layout", "tp=2"), "layout.tp = 2", "not built yet")
-    refused(shoal("verify", file, "--layout", "dp=7"), "a global batch of 24")
-    refused(shoal("verify", file, *sets(model__vocab=100)), "model.vocab = 100", "at least 259")
+        assert "loss differs by" in result.out
+        assert "more" in result.out.splitlines()[-1]
 
 
 # data, generate, inspect
@@ -348,7 +193,7 @@ def test_data_makes_a_store_that_inspect_shows(shoal: Shoal, tmp_path: Path) -> 
     told = json.loads(shoal("inspect", out, "--json").out)
     assert (told["kind"], told["tokens"], told["vocabulary"]) == ("token store", 20_001, 259)
     assert told["checksums"].startswith("not read")
-    refused(shoal("data", text, out, "--tokenizer", tokenizer), str(out), "--overwrite")
+    refused(shoal("data", text, out, "--tokenizer", tokenizer), f"{out}: exists already", "overwrite")
     again = shoal("data", text, out, "--train-vocab", 300, "--separator", "\n", "--overwrite", "--json")
     assert again.code == 0
     told = json.loads(again.out)
@@ -448,10 +293,3 @@ def test_wrong_use_exits_with_2(shoal: Shoal, arguments: list[str]) -> None:
 def test_a_command_that_needs_no_torch_does_not_wait_for_it() -> None:
     code = "import sys; from shoal import cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def flip(path: Path) -> None:
-    """Change one bit in the middle of a file."""
-    contents = bytearray(path.read_bytes())
-    contents[len(contents) // 2] ^= 16
-    path.write_bytes(contents)

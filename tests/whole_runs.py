@@ -21,6 +21,7 @@ import torch
 from shoal import cli
 from shoal.data.corpus import Corpus
 from shoal.data.tokenize import byte_tokenizer, tokenize
+from shoal.train import launch
 from shoal.train.pool import warm
 
 KJV = Path(__file__).parent.parent / "data" / "kjv.txt"
@@ -107,7 +108,7 @@ class Shoal:
     def __init__(self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self._capfd, self._monkeypatch = capfd, monkeypatch
         # One thread a rank: a pool of threads that this process has used would not survive the fork.
-        monkeypatch.setattr(os, "cpu_count", lambda: 1)
+        monkeypatch.setattr(launch, "_cpus", lambda: 1)
 
     def __call__(self, *arguments: object) -> Ended:
         self._monkeypatch.setattr(sys, "argv", ["shoal", *map(str, arguments)])
@@ -166,7 +167,7 @@ def _as_script(arguments: list[str], output: Path, plant: Callable[[], None]) ->
         sys.argv = ["shoal", *arguments]
         signal.signal(signal.SIGINT, signal.default_int_handler)
         torch.set_num_threads(1)
-        os.cpu_count = lambda: 1
+        launch._cpus = lambda: 1
         plant()
         cli.main()
         code: Any = 0
@@ -211,3 +212,20 @@ def ended(pids: Sequence[int]) -> Iterator[None]:
         for pid in pids:
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+def refused(result: Ended, *words: str) -> None:
+    """The command ended with a message of one error that has the ``words``, and nothing else."""
+    assert result.code == 2
+    assert result.out == ""
+    assert result.err.startswith("error: ")
+    assert "Traceback" not in result.err
+    for word in words:
+        assert word in result.err
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 16
+    path.write_bytes(contents)

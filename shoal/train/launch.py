@@ -38,7 +38,7 @@ def launched() -> int | None:
 
 def train_here(config: Config, layout: Layout, watch: Watch, ready: Ready) -> None:
     """The whole run, in processes of this machine. Raises what a rank raised first, or :class:`Stopped`."""
-    threads = max(1, (os.cpu_count() or 1) // layout.ranks)
+    threads = max(1, _cpus() // layout.ranks)
     with _ending_well(config), ready(), Pool(layout.ranks, threads=threads) as pool:
         pool.run(train, config, layout, watch, timeout_s=config.run.timeout, device=config.run.device)
 
@@ -77,7 +77,8 @@ def _ending_well(config: Config) -> Iterator[None]:
         error.exit_code = 128 + number
         raise error
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    heeded = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heeded}
     try:
         yield
     except (RankFailed, Stopped) as error:
@@ -88,6 +89,11 @@ def _ending_well(config: Config) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _cpus() -> int:
+    """How many this process may use, which under a cluster's scheduler is not how many the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _whole(variable: str) -> int:

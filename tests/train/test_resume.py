@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import Shoal, events, make_store, sets, write_run
+from whole_runs import Shoal, events, flip, make_store, refused, sets, write_run
 
 from shoal import config as configuration
 from shoal.data.batches import Batches
@@ -62,7 +62,7 @@ def unbroken(go: Go, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def half(go: Go, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which ten of twenty steps have been trained."""
     folder = tmp_path_factory.mktemp("half")
-    go(folder, "dp=2", run__stop=10)
+    go(folder, "dp=2", run__stop=10, checkpoint__every=5)
     return folder
 
 
@@ -185,6 +185,35 @@ def test_a_run_does_not_go_on_with_other_tokens(half: Path, shoal: Shoal, tmp_pa
 def test_dropout_and_learning_rate_may_change(go: Go, half: Path, tmp_path: Path) -> None:
     run = go(copied(half, tmp_path), "dp=1", model__dropout=0.0, optimizer__lr=1e-4, run__steps=12)
     assert events(run, "step")[-1]["step"] == 12
+
+
+def test_a_checkpoint_that_is_cut_short_is_refused_before_any_process_starts(
+    shoal: Shoal, store: Path, half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pool, "_start", lambda pool: pytest.fail("a process was to be started"))
+    file = write_run(copied(half, tmp_path), store)
+    newest = tmp_path / "out" / "run" / "step-00000010"
+    shard = newest / "rank-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-8])
+    result = shoal("train", file)
+    refused(result, f"checkpoint = {newest}: damaged: {shard.name} has", f"move {newest} away", "--fresh")
+    (newest / "manifest.json").write_text("{", encoding="utf-8")
+    refused(shoal("train", file), f"checkpoint = {newest}: damaged: manifest.json is not JSON")
+
+
+def test_a_checkpoint_with_a_flipped_bit_is_refused_and_the_one_before_goes_on(
+    shoal: Shoal, store: Path, half: Path, tmp_path: Path
+) -> None:
+    file = write_run(copied(half, tmp_path), store)
+    run = tmp_path / "out" / "run"
+    newest = run / "step-00000010"
+    flip(newest / "rank-00001.safetensors")
+    lines = len(events(run, "start"))
+    refused(shoal("train", file), f"{newest / 'rank-00001.safetensors'}: damaged", f"move {newest} away", "--fresh")
+    assert len(events(run, "start")) == lines
+    shutil.move(newest, tmp_path / "away")
+    assert shoal("train", file, *sets(run__stop=6)).code == 0
+    assert events(run, "start")[-1]["step"] == 5
 
 
 def test_fresh_moves_the_old_run_aside_and_loses_nothing(half: Path, shoal: Shoal, store: Path, tmp_path: Path) -> None:

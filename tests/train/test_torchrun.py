@@ -10,7 +10,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from whole_runs import COMMAND, Apart, Ended, Shoal, alive, children, ended, events, make_store, sets, until, write_run
+from whole_runs import (
+    COMMAND,
+    Apart,
+    Ended,
+    Shoal,
+    alive,
+    children,
+    ended,
+    events,
+    flip,
+    make_store,
+    sets,
+    until,
+    write_run,
+)
 
 from shoal import checkpoint
 from shoal.data.batches import Batch
@@ -154,14 +168,24 @@ def test_a_crash_of_one_task_ends_the_other(file: Path, tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_told_by_the_first_rank_at_once(file: Path, run: Path, tmp_path: Path) -> None:
     assert slurm(["train", file, *SHORT], tmp_path)[0].code == 0
     shard = run / "step-00000006" / "rank-00001.safetensors"
-    contents = bytearray(shard.read_bytes())
-    contents[-1] ^= 1
-    shard.write_bytes(contents)
+    flip(shard)
     first, second = slurm(["train", file, *SHORT], tmp_path)
     assert (first.code, second.code) == (2, 2)
     assert f"{shard}: damaged: its checksum is" in first.err
     assert second.err.startswith("error: rank 1: ")
     assert "Traceback" not in first.err + second.err
+
+
+def test_tasks_whose_reader_leaves_end_with_one_message(file: Path, tmp_path: Path) -> None:
+    first, second = slurm(["train", file, *SHORT, "--json"], tmp_path, plant=no_reader)
+    assert (first.code, second.code != 0) == (1, True)
+    assert first.err == "error: standard output was closed, so nobody could see how the run goes on\n"
+
+
+def no_reader() -> None:
+    here, there = os.pipe()
+    os.close(here)
+    os.dup2(there, 1)
 
 
 def test_a_slurm_job_of_one_task_starts_its_own_processes(
@@ -194,6 +218,7 @@ def test_a_world_that_does_not_fit_is_refused_before_the_ranks_meet(
         assert word in result.err
 
 
+@pytest.mark.slow
 def test_no_task_outlives_torchrun_that_is_ended(file: Path, run: Path, tmp_path: Path) -> None:
     script = tmp_path / "shoal_script.py"
     script.write_text(COMMAND, encoding="utf-8")
