@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,17 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from shoal import checkpoint
-from shoal.comm.collectives import Reduction, all_reduce, broadcast, start_all_reduce
+from shoal.comm.collectives import all_reduce, broadcast, start_all_reduce
 from shoal.comm.world import Group, World
 from shoal.config import Optimizer
 from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.buckets import Bucket, build_buckets
-from shoal.errors import ConfigError, LayoutError, setting
+from shoal.data_parallel.buffers import average, copy_from_first
+from shoal.errors import ConfigError, Diverged, LayoutError, setting
 from shoal.holdings import buffer_holdings, hold, materialise, persistent_buffers
 from shoal.layout import Layout
 from shoal.mesh import Mesh
-from shoal.model.task import Batch, PlainTask, Task
-from shoal.optim.clip import clip_factor, global_norm
+from shoal.model.context import Batch
+from shoal.model.task import PlainTask, Task
+from shoal.optim.clip import clip_factor, global_norm, squared_norm
 from shoal.optim.optimizers import Run, Updater, state_names
 from shoal.pipeline.executor import Executor, Handlers, Stage
 from shoal.pipeline.program import faults
@@ -108,7 +112,8 @@ class Engine:
         for one in trained:
             one.parameter.grad = None  # what a user left there is no gradient of this training
         self._norm_group = self._fewest_for_the_norm()
-        self._sync = AllReduce(self.buckets, self.mesh.group)
+        self._squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        self._sync = AllReduce(self.buckets, self.mesh.group, self._square)
         self._updater = Updater(self.optimizer, [run for bucket in self.buckets for run in _runs(bucket)])
         # The Program, and what its actions mean.
         self.program = single.accumulate(self.layout.mb)
@@ -127,28 +132,28 @@ class Engine:
         They are divided over the layout's micro-batches in order; :class:`LayoutError` when they cannot be.
         """
         batches = self._micro_batches(batch)
-        self.task.module.train()
         weight = self._weight(batches)
         agreed = start_all_reduce(weight, self._replicas, "weight")
 
         def scale() -> Tensor:
             agreed.wait()
-            return 1.0 / weight.clamp(min=1.0)
+            return torch.where(weight > 0, 1.0 / weight, 0.0)
 
         context = partial(self.task.context, seed=self.seed, step=self.steps_done, train=True)
         loss = self._executor.train(self.program, batches, context, scale).double()
         all_reduce(loss, self._replicas, "loss")
-        self._average_buffers()
+        average((buffer for _, buffer in persistent_buffers(self.task.module)), self._replicas)
         self.steps_done += 1
         counted = weight.item()
-        return StepResult(self.steps_done, loss.item() / max(counted, 1.0), self._grad_norm, self._lr, counted)
+        mean = loss.item() / counted if counted else 0.0
+        return StepResult(self.steps_done, mean, self._grad_norm, self._lr, counted)
 
     def evaluate(self, batch: Batch) -> tuple[float, float]:
         """(summed loss, weight) over the samples of all ranks, without training; batches add up before dividing."""
         self.drain()
         batches = self._micro_batches(batch)
-        self.task.module.eval()
-        loss = self._executor.evaluate(single.forward_only(self.layout.mb), batches, self.task.context)
+        with _evaluating(self.task.module):
+            loss = self._executor.evaluate(single.forward_only(self.layout.mb), batches, self.task.context)
         both = torch.stack([loss.double(), self._weight(batches)])
         all_reduce(both, self._replicas, "evaluation")
         summed, counted = both.tolist()
@@ -166,14 +171,18 @@ class Engine:
         self.drain()
         return checkpoint.save(folder, self.steps_done, self.holdings(), meta or {}, self.world, keep)
 
-    def load(self, path: Path) -> dict[str, Any]:
+    def load(self, path: Path, *, states: bool = True) -> dict[str, Any]:
         """Read a checkpoint into what this rank holds; returns the ``meta`` that was saved with it.
 
-        Raises :class:`CheckpointError` when it is damaged or belongs to another model.
+        Without ``states`` only weights and buffers are read, and training starts at step 0 with fresh optimizer states.
+        Raises :class:`CheckpointError` when the checkpoint is damaged or belongs to another model.
         """
         self.drain()
-        self.steps_done, meta = checkpoint.load(path, self.holdings(), self.world)
-        self._updater.set_steps(self.steps_done)
+        wanted = [one for one in self.holdings() if states or one.kind == "weight"]
+        step, meta = checkpoint.load(path, wanted, self.world)
+        if states:
+            self.steps_done = step
+            self._updater.set_steps(step)
         return meta
 
     def holdings(self) -> list[Holding]:
@@ -196,32 +205,40 @@ class Engine:
             for holding in slot.held.holdings("gradient", bucket.grad(slot))
         ]
 
+    def _square(self, bucket: Bucket) -> None:
+        """Add a bucket's share to the squared gradient norm: where the norm takes several ranks, each element counts
+        as one part of its copies."""
+        alone = self._norm_group.size == 1
+        for start, stop, who in bucket.ranges:
+            self._squares += squared_norm(bucket.grads[start:stop]) / (1 if alone else len(who.copy))
+
     def _norm(self) -> None:
         self._sync.finish()
         self.on_gradients()
-        alone = self._norm_group.size == 1
-        parts = [
-            (bucket.grads[start:stop], 1 if alone else len(who.copy))
-            for bucket in self.buckets
-            for start, stop, who in bucket.ranges()
-        ]
-        self._grad_norm = global_norm(parts, self._norm_group)
+        self._grad_norm = global_norm(self._squares, self._norm_group)
+        self._squares.zero_()
 
     def _update(self) -> None:
         for bucket in self.buckets:
             bucket.check_views()
+        if not isfinite(self._grad_norm):  # known to all ranks alike, and nothing has been updated
+            raise Diverged(
+                f"step {self.steps_done + 1}: the gradient norm is {self._grad_norm}; nothing was updated. Go on from "
+                f"the last checkpoint with a lower optimizer.lr (it is {self.optimizer.lr}) or a longer warm-up"
+            )
         factor = clip_factor(self._grad_norm, self.optimizer.clip)
         self._lr = self._updater.update(self.rate(self.steps_done), factor)
 
     def _fewest_for_the_norm(self) -> Group:
         """The ranks that must add up to know the norm: this one alone, if every rank holds every gradient."""
-        everything = all(len(who.copy) == self.world.size for bucket in self.buckets for _, _, who in bucket.ranges())
+        everything = all(len(who.copy) == self.world.size for bucket in self.buckets for _, _, who in bucket.ranges)
         agreed = torch.tensor([everything], dtype=torch.int64, device=self.world.device)
         all_reduce(agreed, self.world.everyone, "start", "min")
         return self.mesh.over() if agreed.item() else self.world.everyone
 
     def _weight(self, batches: list[dict[str, Tensor]]) -> Tensor:
-        return torch.stack([self.task.weight(one) for one in batches]).sum().double()
+        weights = (self.task.weight(one) for one in batches)
+        return torch.stack([weight.to(self.world.device, torch.float64) for weight in weights]).sum()
 
     def _micro_batches(self, batch: Batch) -> list[dict[str, Tensor]]:
         """The batch, on this rank's device, divided over the micro-batches."""
@@ -235,33 +252,28 @@ class Engine:
         size = samples // count
         return [{name: tensor[i * size : (i + 1) * size] for name, tensor in here.items()} for i in range(count)]
 
-    def _average_buffers(self) -> None:
-        """Once a step, floating-point buffers (running statistics) become their mean over the replicas, and those that
-        count their largest. Summed in float64, so that a buffer that is equal everywhere stays what it is."""
-        if self._replicas.size == 1:
-            return
-        buffers = [buffer for _, buffer in persistent_buffers(self.task.module)]
-        reductions: tuple[tuple[bool, Reduction], ...] = ((True, "sum"), (False, "max"))
-        for floating, reduction in reductions:
-            alike = [buffer for buffer in buffers if buffer.is_floating_point() == floating]
-            if alike:
-                flat = torch.cat([buffer.flatten().to(torch.float64 if floating else torch.int64) for buffer in alike])
-                all_reduce(flat, self._replicas, "buffers", reduction)
-                flat = flat / self._replicas.size if floating else flat
-                for buffer, values in zip(alike, torch.split(flat, [buffer.numel() for buffer in alike]), strict=True):
-                    buffer.copy_(values.view_as(buffer))
-
     def _copy_from_first(self) -> None:
         """Start all replicas from the weights and buffers of the first, where they did not come from the seed."""
         if not isinstance(self.task, PlainTask):
             return
         for bucket in self.buckets:
-            for start, stop, who in bucket.ranges():
+            for start, stop, who in bucket.ranges:
                 broadcast(bucket.params[start:stop], self.mesh.group(who.copy), "start")
         for one in self._frozen:
             broadcast(one.parameter.data, self.mesh.group(one.holders[0].copy), "start")
-        for _, buffer in persistent_buffers(self.task.module):
-            broadcast(buffer, self._replicas, "start")
+        copy_from_first(self.task.module.buffers(), self._replicas)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """The module in evaluation mode, then each of its modules as it was: a user may have frozen some of them."""
+    before = [(one, one.training) for one in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for one, training in before:
+            one.training = training
 
 
 def _runs(bucket: Bucket) -> list[Run]:

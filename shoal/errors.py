@@ -38,6 +38,12 @@ class RankFailed(ShoalError):
     exit_code = 1
 
 
+class Diverged(ShoalError):
+    """A step whose gradients are not finite: training cannot go on from here."""
+
+    exit_code = 1
+
+
 class Stopped(ShoalError):
     """A run that was ended from outside: by a signal, or because nobody reads its output any more."""
 

@@ -123,6 +123,9 @@ class World:
         """Destroy every group. A second call does nothing."""
         if self._store is not None:
             self._store = None
+            for group in self._groups.values():
+                if group.handle is not None and group.handle is not dist.group.WORLD:
+                    group.handle.shutdown()
             self._groups.clear()
             dist.destroy_process_group()
 

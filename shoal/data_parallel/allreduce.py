@@ -7,6 +7,7 @@ used cannot make ranks disagree about which collective is next.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,29 +30,39 @@ class Main:
 
 
 class AllReduce:
-    """Sums the main gradients of ``buckets`` over the ranks that hold the same parameters."""
+    """Sums the main gradients of ``buckets`` over the ranks that hold the same parameters.
 
-    def __init__(self, buckets: Sequence[Bucket], group: Callable[[tuple[int, ...]], Group]) -> None:
-        self._buckets = buckets
+    ``summed(bucket)`` is called as soon as a bucket holds the sums of the step, while others may still be under way.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        group: Callable[[tuple[int, ...]], Group],
+        summed: Callable[[Bucket], None],
+    ) -> None:
+        self._buckets, self._summed = buckets, summed
         self._ranges = [
-            [(bucket.grads[start:stop], group(holders.sum)) for start, stop, holders in bucket.ranges()]
+            [(bucket.grads[start:stop], group(holders.sum)) for start, stop, holders in bucket.ranges]
             for bucket in buckets
         ]
         self._mains = [
             Main(slot.held, bucket.grad(slot), number) for number, bucket in enumerate(buckets) for slot in bucket.slots
         ]
-        self._of_unit: dict[int, list[Main]] = {}
+        self._of_unit: dict[int, list[Main]] = defaultdict(list)
+        self._of_bucket: dict[int, list[Main]] = defaultdict(list)
         for main in self._mains:
-            self._of_unit.setdefault(main.held.unit, []).append(main)
+            self._of_unit[main.held.unit].append(main)
+            self._of_bucket[main.bucket].append(main)
         self._entered: set[str] = set()
         self._units_done: set[int] = set()
         self._sent = 0
-        self._pending: list[Pending] = []
+        self._pending: list[tuple[Bucket, list[Pending]]] = []
 
     def unit_done(self, unit: int, final: bool) -> None:
         """A backward pass has completed the gradients of ``unit``: take them in. If no pass will follow (``final``),
         send each bucket whose units all are complete."""
-        mains = [main for main in self._of_unit.get(unit, ()) if main.held.parameter.grad is not None]
+        mains = [main for main in self._of_unit[unit] if main.held.parameter.grad is not None]
         self.add(mains, [main.held.parameter.grad for main in mains])  # type: ignore[misc]
         for main in mains:
             main.held.parameter.grad = None
@@ -84,18 +95,22 @@ class AllReduce:
 
     def finish(self) -> None:
         """Wait until all main gradients are sums over all replicas; the next step then starts afresh."""
-        for pending in self._pending:
-            pending.wait()
+        for bucket, under_way in self._pending:
+            for pending in under_way:
+                pending.wait()
+            self._summed(bucket)
         self._pending.clear()
         self._entered.clear()
         self._units_done.clear()
         self._sent = 0
 
     def _send(self) -> None:
-        for main in self._mains:
-            if main.bucket == self._sent and main.held.name not in self._entered:  # no sample of this rank used it
+        for main in self._of_bucket[self._sent]:
+            if main.held.name not in self._entered:  # no sample of this rank used it
                 main.gradient.zero_()
-        self._pending += [
-            start_all_reduce(gradients, group, "gradients") for gradients, group in self._ranges[self._sent]
-        ]
+        bucket, ranges = self._buckets[self._sent], self._ranges[self._sent]
+        if all(group.size == 1 for _, group in ranges):
+            self._summed(bucket)  # now, while it is in the cache
+        else:
+            self._pending.append((bucket, [start_all_reduce(*each, "gradients") for each in ranges]))
         self._sent += 1

@@ -36,7 +36,8 @@ class Range(NamedTuple):
 
 
 class Bucket:
-    """``params``, ``grads`` and the optimizer's ``states``, flat and parallel.
+    """``params``, ``grads`` and the optimizer's ``states``, flat and parallel; ``ranges`` cuts them where the holders
+    change.
 
     The parameters' own data become views of ``params``. They lie by unit, last unit first, those that decay before
     those that do not.
@@ -51,6 +52,7 @@ class Bucket:
             self.slots.append(Slot(one, start, start + one.parameter.numel()))
         self.params = torch.empty(self.slots[-1].stop, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros_like(self.params)
+        self.ranges = _ranges(self.slots)
         self.states = {name: torch.zeros_like(self.params) for name in states}
         with torch.no_grad():
             for one, start, stop in self.slots:
@@ -66,15 +68,6 @@ class Bucket:
     def view(flat: Tensor, slot: Slot) -> Tensor:
         """One parameter's part of a buffer of this bucket, in its shape."""
         return flat[slot.start : slot.stop].view_as(slot.held.parameter)
-
-    def ranges(self) -> list[Range]:
-        """The bucket cut where the holders change."""
-        pieces = [place for slot in self.slots for place in _piece_ranges(slot)]
-        merged = []
-        for holders, run in groupby(pieces, key=lambda place: place.holders):
-            places = list(run)
-            merged.append(Range(places[0].start, places[-1].stop, holders))
-        return merged
 
     def decay_runs(self) -> list[tuple[int, int, bool]]:
         """(start, stop, decays) of the runs of parameters that decay and that do not."""
@@ -110,7 +103,20 @@ def build_buckets(held: Iterable[Held], states: Sequence[str] = (), cap_bytes: i
             waiting, size = [], 0
         waiting += members
         size += more
-    return [*buckets, Bucket(waiting, states)] if waiting else buckets
+    if waiting:
+        buckets.append(Bucket(waiting, states))
+    return sorted(buckets, key=lambda bucket: -min(bucket.units))
+
+
+def _ranges(slots: Iterable[Slot]) -> list[Range]:
+    """The slots' elements, cut where the holders change."""
+    merged = []
+    for holders, run in groupby(
+        (part for slot in slots for part in _piece_ranges(slot)), key=lambda part: part.holders
+    ):
+        parts = list(run)
+        merged.append(Range(parts[0].start, parts[-1].stop, holders))
+    return merged
 
 
 def _piece_ranges(slot: Slot) -> list[Range]:

@@ -43,7 +43,7 @@ class Noise:
     def of(cls, seed: int, step: int, sample: Tensor, length: int, first: int = 0) -> Noise:
         """Keys for samples numbered ``sample`` (int64 [samples]) at positions ``first`` … ``first + length − 1``."""
         key = blake2b(f"{seed}/{step}".encode(), digest_size=7).digest()
-        samples = _mix(sample * 2 + int.from_bytes(key, "little"))
+        samples = _mix(sample + int.from_bytes(key, "little"))
         positions = torch.arange(first, first + length, device=sample.device)
         return cls(_mix(samples[:, None] + positions))
 
@@ -58,4 +58,5 @@ class Noise:
         features = torch.arange(first, first + x.shape[-1], device=x.device)
         bits = _mix(_mix(self.rows + salt)[..., None] + features)
         keep = bits >= int((rate - 0.5) * 2.0**64)
-        return x * keep.to(x.dtype).mul_(1.0 / (1.0 - rate))
+        # Autograd keeps the mask, a byte an element, and nothing else.
+        return torch.where(keep, x * (1.0 / (1.0 - rate)), 0.0)

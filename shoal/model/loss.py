@@ -1,7 +1,8 @@
 """Cross-entropy from hidden states, without ever holding all the logits.
 
 The rows are taken a chunk at a time: logits, loss, and at once the gradients of the hidden states and of the output
-matrix, so that the backward pass only scales them. At most three times ``CHUNK`` logits exist at any moment.
+matrix, so that the backward pass only scales them. A chunk is ``CHUNK`` logits, or as many as the output matrix has
+elements if that is more; three times a chunk exist at any moment.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_x, needs_weight = (needed and training for needed in ctx.needs_input_grad[:2])
         grad_x = torch.empty_like(x) if needs_x else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
-        total = x.new_zeros(())
-        rows = max(1, CHUNK // weight.shape[0])
+        total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+        rows = max(1, CHUNK // weight.shape[0], min(len(x), weight.shape[1]))
         for start in range(0, len(x), rows):
             chunk = slice(start, start + rows)
             x_chunk, label = x[chunk], labels[chunk]

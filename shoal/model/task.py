@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from shoal.model.context import Batch
 from shoal.model.roles import RoleTable
-
-Batch = Mapping[str, Tensor]
 
 
 class Task(Protocol):
@@ -65,7 +64,7 @@ class PlainTask:
         self._loss, self._weight = loss, weight
 
     def layers(self) -> list[tuple[str, nn.Module]]:
-        if isinstance(self.module, nn.Sequential) and type(self.module).forward is nn.Sequential.forward:
+        if _runs_its_layers(self.module):
             # Not named_children: a layer that occurs twice runs twice.
             return [(str(place), layer) for place, layer in enumerate(self.module)]
         return [("", self.module)]
@@ -86,3 +85,9 @@ class PlainTask:
 
     def loss(self, output: Tensor, ctx: Batch) -> Tensor:
         return self._loss(output, ctx)
+
+
+def _runs_its_layers(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether calling the module is calling its layers in turn, and nothing else."""
+    own = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return own and not module._forward_hooks and not module._forward_pre_hooks

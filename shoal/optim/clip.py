@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import sqrt
 
 import torch
@@ -14,17 +13,15 @@ from shoal.comm.world import Group
 _ROW = 4096
 
 
-def global_norm(parts: Sequence[tuple[Tensor, int]], group: Group) -> float:
-    """The 2-norm of all gradients that the ranks of ``group`` hold, each logical element counted once.
+def global_norm(squares: Tensor, group: Group) -> float:
+    """The 2-norm of what the ranks of ``group`` hold between them.
 
-    ``parts`` are this rank's flat gradients, each with the number of ranks of the group that hold a copy of it. A rank
-    that holds everything may compute the norm in a group of its own, without communication.
+    ``squares`` is this rank's share of the sum of squares (see :func:`squared_norm`), a float64 scalar in which each
+    element is divided by the number of ranks in the group that hold a copy of it, so that it counts once. It becomes
+    the sum over the group.
     """
-    total = torch.zeros((), dtype=torch.float64, device=parts[0][0].device if parts else None)
-    for part, copies in parts:
-        total += squared_norm(part) / copies
-    all_reduce(total, group, "norm")
-    return sqrt(total.item())
+    all_reduce(squares, group, "norm")
+    return sqrt(squares.item())
 
 
 def squared_norm(x: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Updater:
             flat.grad = run.grads
             self._optimizer.state[flat].update(run.states)
             if config.name == "adamw":
-                self._optimizer.state[flat]["step"] = torch.zeros((), dtype=torch.float32)
+                self._optimizer.state[flat]["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
 
     def update(self, rate: float, factor: float = 1.0) -> float:
         """One step on the gradients times ``factor``, at ``rate`` times the configured learning rate, which is
@@ -71,7 +71,8 @@ class Updater:
 
     def _scale(self, optimizer: Any, factor: float) -> None:
         """Have the gradients multiplied by ``factor``: by the fused kernels as they read them, which saves a pass over
-        memory; they take the factor in float32 only, so other dtypes are multiplied here."""
+        memory (the attributes are those that PyTorch's GradScaler sets); they take the factor in float32 only, so other
+        dtypes are multiplied here."""
         inside = factor not in (0.0, 1.0) and all(run.grads.dtype == torch.float32 for run in self._runs)
         device = self._runs[0].grads.device
         optimizer.grad_scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=device) if inside else None

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.model.task import Batch, Task
+from shoal.model.context import Batch
+from shoal.model.task import Task
 from shoal.pipeline.program import Act, Op, Program
 
 
@@ -44,7 +45,8 @@ class _Watch:
     """Follows one backward pass of a stage and calls ``done(unit, final)`` for each of its units, last first.
 
     Autograd runs the newest nodes first: when the gradient of a layer's input is complete, every gradient of its
-    parameters has been accumulated, and so has every one of the layers after it.
+    parameters has been accumulated, and so has every one of the layers after it. A leaf is no such input: its gradient
+    is accumulated before anything else.
     """
 
     def __init__(self, stage: Stage, done: Callable[[int, bool], None], final: bool) -> None:
@@ -93,7 +95,8 @@ class Executor:
                     total.append(loss.detach())
                 case Op.BACKWARD:
                     loss = losses.pop(act.micro_batch)
-                    torch.autograd.backward(loss, scale().to(loss.dtype))
+                    if loss.requires_grad:  # it may depend on no parameter here, and on some elsewhere
+                        torch.autograd.backward(loss, scale().to(loss.dtype))
                     watches.pop(act.micro_batch).rest()
                 case Op.REDUCE:
                     self._handlers.reduce(act.stage)
@@ -114,6 +117,8 @@ class Executor:
     def _forward(self, act: Act, batch: Batch, contexts: Callable[[Batch], Any], watch: _Watch | None = None) -> Tensor:
         ctx = contexts(batch)
         x = self._task.enter(batch)
+        if x.is_leaf and x.requires_grad:
+            x = x.view_as(x)  # see _Watch: the input of the first layer must be older than all that follows
         for unit, layer in self._stages[act.stage].layers:
             if watch is not None and x.requires_grad:
                 x.register_hook(partial(watch.input_done, unit))

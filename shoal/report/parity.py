@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Protocol
 
 from rich.console import Group, RenderableType
@@ -38,7 +39,7 @@ def parity_table(report: Parity) -> RenderableType:
     for key, name in names.items():
         table.add_row(name, _number(report.max_rel[key], report.tolerance), f"{report.tolerance:.0e}")
     table.add_row("copies of a tensor", _number(report.drift, report.tolerance), f"{report.tolerance:.0e}")
-    for name, rel in sorted(report.worst.items(), key=lambda item: -item[1])[:3]:
+    for name, rel in sorted(report.worst.items(), key=lambda item: (isfinite(item[1]), -item[1]))[:3]:
         table.add_row(f"  [dim]{escape(name)}[/]", f"[dim]{rel:.1e}[/]", "")
     if report.agree:
         return Group(table, f"[bold green]{escape(report.layout)} computes what one process computes.[/]")

@@ -155,7 +155,7 @@ def _compare_tensors(report: Report, folder: Path, step: int) -> None:
     """Compare every tensor of one step, one at a time in memory."""
     with safe_open(folder / f"truth-{step}", "pt") as file:
         truth = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    files = [safe_open(path, "pt") for path in sorted(folder.glob(f"rank*-{step}"))]
+    files = [safe_open(path, "pt") for path in sorted(folder.glob(f"rank*-{step}"), key=_rank)]
     rms = {kind: _rms(t for name, t in truth.items() if name.startswith(kind)) for kind in ("gradient", "weight")}
     boxes: dict[str, list[tuple[int, str]]] = {}
     for rank, file in enumerate(files):
@@ -207,6 +207,10 @@ def _write(path: Path, holdings: Iterable[Holding]) -> None:
         box = ",".join(f"{start}:{stop}" for start, stop in one.piece.box)
         tensors[f"{one.kind} {one.piece.name}@{box}"] = one.tensor.detach().cpu().contiguous().clone()
     save_file(tensors, path)
+
+
+def _rank(path: Path) -> int:
+    return int(path.name.removeprefix("rank").partition("-")[0])
 
 
 def _box(key: str) -> Box:

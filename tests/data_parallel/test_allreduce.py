@@ -10,7 +10,7 @@ from shoal.comm.collectives import start_all_reduce
 from shoal.comm.world import World
 from shoal.data_parallel import allreduce
 from shoal.data_parallel.allreduce import AllReduce
-from shoal.data_parallel.buckets import build_buckets
+from shoal.data_parallel.buckets import Bucket, build_buckets
 from shoal.holdings import Held
 from shoal.placement import Holders, whole
 from shoal.train.pool import Pool
@@ -32,7 +32,8 @@ class Replica:
             for letter, shape in shapes.items()
         }
         self.buckets = build_buckets(self.held.values(), cap_bytes=cap_bytes)
-        self.sync = AllReduce(self.buckets, lambda ranks: world.group(ranks, "dp"))
+        self.summed: list[Bucket] = []
+        self.sync = AllReduce(self.buckets, lambda ranks: world.group(ranks, "dp"), self.summed.append)
         self.sent: list[int] = []
         starts = {bucket.grads.data_ptr(): number for number, bucket in enumerate(self.buckets)}
 
@@ -53,6 +54,8 @@ class Replica:
         """Finish the step; returns the value of each main gradient."""
         self.sync.reduce()
         self.sync.finish()
+        assert self.summed == self.buckets, "each is told once, in order"
+        self.summed.clear()
         found: dict[str, float] = {}
         for bucket in self.buckets:
             for slot in bucket.slots:
@@ -95,11 +98,11 @@ def test_a_bucket_waits_for_all_of_its_units_and_for_the_last_micro_batch(monkey
     for unit in (2, 1, 0):
         replica.backward(unit, False, **{f"w{unit}": 1.0})
     replica.backward(2, True, w2=1.0)
-    assert replica.sent == []
+    assert replica.summed == []
     replica.backward(1, True, w1=1.0)
-    assert replica.sent == [0]
+    assert replica.summed == replica.buckets[:1], "alone there is nobody to wait for"
     replica.backward(0, True, w0=1.0)
-    assert replica.sent == [0, 1]
+    assert replica.summed == replica.buckets[:2]
     assert replica.end() == {"w2": 2.0, "n2": 0.0, "w1": 2.0, "n1": 0.0, "w0": 2.0, "n0": 0.0}
     assert all(one.parameter.grad is None for one in replica.held.values())
 
@@ -124,7 +127,7 @@ def split_holders(world: World) -> list[float]:
         for name, unit, ranks in (("all", 1, (0, 1, 2, 3)), ("pair", 0, pair))
     ]
     (bucket,) = build_buckets(held)
-    sync = AllReduce([bucket], lambda ranks: world.group(ranks, "dp"))
+    sync = AllReduce([bucket], lambda ranks: world.group(ranks, "dp"), lambda _: None)
     for one in held:
         one.parameter.grad = torch.full((2,), 10.0**world.rank)
         sync.unit_done(one.unit, True)

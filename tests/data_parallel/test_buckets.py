@@ -92,20 +92,18 @@ def test_decay_runs_cover_the_bucket_and_alternate() -> None:
 def test_ranges_join_neighbours_that_the_same_ranks_hold() -> None:
     who = (ALL, ALL, PAIR, ALL)
     (bucket,) = build_buckets([held(f"w{u}", 2, 3, unit=u, who=who[u]) for u in range(4)])
-    assert bucket.ranges() == [Range(0, 6, ALL), Range(6, 12, PAIR), Range(12, 24, ALL)]
+    assert bucket.ranges == [Range(0, 6, ALL), Range(6, 12, PAIR), Range(12, 24, ALL)]
 
 
 def test_pieces_of_a_fused_parameter_are_ranges_of_their_own() -> None:
     parts = stacked([("q", 4), ("k", 1), ("v", 1)], (6, 5))
     fused = Held("qkv", nn.Parameter(torch.randn(6, 5)), 1, parts, (PAIR, SOME, SOME))
     (bucket,) = build_buckets([fused, held("w", 2, 5, unit=0, who=SOME)])
-    assert bucket.ranges() == [Range(0, 20, PAIR), Range(20, 40, SOME)]
+    assert bucket.ranges == [Range(0, 20, PAIR), Range(20, 40, SOME)]
 
 
 def test_pieces_that_different_ranks_hold_must_be_rows() -> None:
     left, right = (Piece(n, (2, 2), ((0, 2), (0, 2)), ((0, 2), (at, at + 2))) for n, at in (("a", 0), ("b", 2)))
-    (bucket,) = build_buckets(
-        [Held("ab", nn.Parameter(torch.randn(2, 4)), 0, Placement((2, 4), (left, right)), (PAIR, SOME))]
-    )
+    odd = Held("ab", nn.Parameter(torch.randn(2, 4)), 0, Placement((2, 4), (left, right)), (PAIR, SOME))
     with pytest.raises(AssertionError, match="must be rows"):
-        bucket.ranges()
+        build_buckets([odd])

@@ -51,7 +51,8 @@ def reduced_twice(patch: pytest.MonkeyPatch) -> None:
     def twice(self: AllReduce) -> None:
         send(self)
         if self._sent == 1:
-            self._pending.pop().wait()
+            for pending in self._pending[0][1]:
+                pending.wait()
             all_reduce(*self._ranges[0][0], "gradients")
 
     patch.setattr(AllReduce, "_send", twice)
