@@ -23,10 +23,9 @@ from shoal.config import Model, Optimizer
 from shoal.data.batches import Batch, Synthetic, mask_labels
 from shoal.engine import Engine
 from shoal.errors import ShoalError
-from shoal.holdings import materialise
 from shoal.layout import Layout
 from shoal.model.decoder import Decoder
-from shoal.tensor import whole as whole_tensors
+from shoal.train.setup import materialise_alone
 
 CHECKED = 5
 """Steps in which losses and norms must agree; they warm everything up as well, and none is timed."""
@@ -111,7 +110,7 @@ def peer_model(case: Case) -> Decoder:
     """The same model with the same initial weights, without an engine."""
     with torch.device("meta"):
         model = Decoder(case.shape)
-    materialise(model, model.roles, whole_tensors.place, {}, SEED, torch.device("cpu"))
+    materialise_alone(model, SEED)
     return model
 
 

@@ -21,8 +21,8 @@ from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.buckets import Bucket, build_buckets
 from shoal.data_parallel.buffers import average, copy_from_first
 from shoal.errors import ConfigError, Diverged, LayoutError, setting
-from shoal.holdings import buffer_holdings, hold, materialise, persistent_buffers
 from shoal.layout import Layout
+from shoal.local import buffer_fragments, lay_out, materialise, persistent_buffers
 from shoal.mesh import Mesh
 from shoal.model.context import Batch
 from shoal.model.task import PlainTask, Task
@@ -31,7 +31,7 @@ from shoal.optim.optimizers import Run, Updater, state_names
 from shoal.pipeline.executor import Executor, Handlers, Stage
 from shoal.pipeline.program import faults
 from shoal.pipeline.schedules import single
-from shoal.placement import Holding
+from shoal.placement import Fragment
 from shoal.tensor import whole as whole_tensors
 
 DTYPES = {
@@ -98,14 +98,13 @@ class Engine:
         # Cut into pipeline stages: one, which holds every layer.
         stages = {0: Stage(tuple((unit, layer) for unit, (_, layer) in enumerate(layers)))}
         # Place, and materialise what is on the meta device by its placement.
-        place = whole_tensors.place
-        materialise(module, roles, place, coords, self.seed, self.world.device)
+        parameters = lay_out(module, layers, roles, whole_tensors.place, grid, coords)
+        parameters = materialise(module, parameters, self.seed, self.world.device)
         module.to(self.world.device)
-        held = hold(module, layers, roles, place, grid, coords)
         # Shard: who reduces with whom, in which buckets.
-        trained = [one for one in held if one.parameter.requires_grad]
-        self._frozen = [one for one in held if not one.parameter.requires_grad]
-        self.mesh.open_groups({who.sum for one in trained for who in one.holders} | {self.mesh.ranks_over("dp")})
+        trained = [one for one in parameters if one.parameter.requires_grad]
+        self._frozen = [one for one in parameters if not one.parameter.requires_grad]
+        self.mesh.open_groups({who.summing for one in trained for who in one.holders} | {self.mesh.ranks_over("dp")})
         self._replicas = self.mesh.over("dp")
         self.buckets = build_buckets(trained, state_names(self.optimizer))
         self._copy_from_first()
@@ -169,7 +168,7 @@ class Engine:
         that many of the newest remain.
         """
         self.drain()
-        return checkpoint.save(folder, self.steps_done, self.holdings(), meta or {}, self.world, keep)
+        return checkpoint.save(folder, self.steps_done, self.fragments(), meta or {}, self.world, keep)
 
     def load(self, path: Path, *, states: bool = True) -> dict[str, Any]:
         """Read a checkpoint into what this rank holds; returns the ``meta`` that was saved with it.
@@ -178,31 +177,31 @@ class Engine:
         Raises :class:`CheckpointError` when the checkpoint is damaged or belongs to another model.
         """
         self.drain()
-        wanted = [one for one in self.holdings() if states or one.kind == "weight"]
+        wanted = [one for one in self.fragments() if states or one.kind == "weight"]
         step, meta = checkpoint.load(path, wanted, self.world)
         if states:
             self.steps_done = step
             self._updater.set_steps(step)
         return meta
 
-    def holdings(self) -> list[Holding]:
+    def fragments(self) -> list[Fragment]:
         """What this rank holds of every weight, buffer and optimizer state."""
-        found = buffer_holdings(self.task.module, range(self.world.size))
+        found = buffer_fragments(self.task.module, range(self.world.size))
         for one in self._frozen:
-            found += one.holdings("weight", one.parameter.detach())
+            found += one.fragments("weight", one.parameter.detach())
         for bucket in self.buckets:
             for kind, flat in {"weight": bucket.params, **bucket.states}.items():
                 for slot in bucket.slots:
-                    found += slot.held.holdings(kind, bucket.view(flat, slot))
+                    found += slot.held.fragments(kind, bucket.view(flat, slot))
         return found
 
-    def gradients(self) -> list[Holding]:
+    def gradients(self) -> list[Fragment]:
         """What this rank holds of every gradient: meaningful while ``on_gradients`` runs."""
         return [
-            holding
+            fragment
             for bucket in self.buckets
             for slot in bucket.slots
-            for holding in slot.held.holdings("gradient", bucket.grad(slot))
+            for fragment in slot.held.fragments("gradient", bucket.grad(slot))
         ]
 
     def _square(self, bucket: Bucket) -> None:
@@ -210,7 +209,7 @@ class Engine:
         as one part of its copies."""
         alone = self._norm_group.size == 1
         for start, stop, who in bucket.ranges:
-            self._squares += squared_norm(bucket.grads[start:stop]) / (1 if alone else len(who.copy))
+            self._squares += squared_norm(bucket.grads[start:stop]) / (1 if alone else len(who.copies))
 
     def _norm(self) -> None:
         self._sync.finish()
@@ -231,7 +230,7 @@ class Engine:
 
     def _fewest_for_the_norm(self) -> Group:
         """The ranks that must add up to know the norm: this one alone, if every rank holds every gradient."""
-        everything = all(len(who.copy) == self.world.size for bucket in self.buckets for _, _, who in bucket.ranges)
+        everything = all(len(who.copies) == self.world.size for bucket in self.buckets for _, _, who in bucket.ranges)
         agreed = torch.tensor([everything], dtype=torch.int64, device=self.world.device)
         all_reduce(agreed, self.world.everyone, "start", "min")
         return self.mesh.over() if agreed.item() else self.world.everyone
@@ -258,9 +257,9 @@ class Engine:
             return
         for bucket in self.buckets:
             for start, stop, who in bucket.ranges:
-                broadcast(bucket.params[start:stop], self.mesh.group(who.copy), "start")
+                broadcast(bucket.params[start:stop], self.mesh.group(who.copies), "start")
         for one in self._frozen:
-            broadcast(one.parameter.data, self.mesh.group(one.holders[0].copy), "start")
+            broadcast(one.parameter.data, self.mesh.group(one.holders[0].copies), "start")
         copy_from_first(self.task.module.buffers(), self._replicas)
 
 

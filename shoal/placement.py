@@ -62,25 +62,30 @@ class Placement:
 class Rule:
     """A tensor's placement as a function of mesh coordinates.
 
-    ``at`` returns None where the tensor is not held. ``axes`` are the only axes whose coordinate ``at`` reads, so
-    that deriving groups enumerates those and no others, however large the world.
+    ``place`` returns None where the tensor is not held. It is given the coordinates on ``axes`` and no others, so that
+    deriving groups enumerates those alone, however large the world.
     """
 
-    at: Callable[[Coords], Placement | None]
+    place: Callable[[Coords], Placement | None]
     axes: frozenset[str] = frozenset()
+
+    def at(self, coords: Coords) -> Placement | None:
+        """The placement at ``coords``."""
+        return self.place({axis: coords[axis] for axis in self.axes})
 
 
 @dataclass(frozen=True)
 class Holders:
-    """Who holds a piece: all the ranks with a ``copy``, and those of them that must ``sum`` their gradients."""
+    """Who holds a piece: all the ranks with ``copies`` of it, and those of them, ``summing``, that must add up their
+    gradients."""
 
-    copy: tuple[int, ...]
-    sum: tuple[int, ...]
+    copies: tuple[int, ...]
+    summing: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Holding:
-    """What this rank holds of one logical tensor: a box of it, its contents, and every rank with a copy of that box.
+class Fragment:
+    """What this rank has of one logical tensor: a box of it, its contents, and every rank with a copy of that box.
 
     ``kind`` tells the tensors of one name apart: "weight", "gradient", or an optimizer state such as "exp_avg".
     ``tensor`` is a view: writing to it writes the model.

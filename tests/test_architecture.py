@@ -23,7 +23,7 @@ import pytest
 TIERS = (
     ("apart", {"errors"}),
     ("acyclic", {"layout", "config"}),
-    ("acyclic", {"model", "optim", "data", "placement", "holdings", "mesh", "comm", "meter"}),
+    ("acyclic", {"model", "optim", "data", "placement", "local", "mesh", "comm", "meter"}),
     ("apart", {"pipeline", "data_parallel", "tensor", "context", "expert", "memory", "checkpoint"}),
     ("apart", {"engine"}),
     ("apart", {"train"}),

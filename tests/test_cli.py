@@ -165,7 +165,9 @@ def test_verify_exits_with_1_when_a_layout_disagrees(
     assert (result.code, result.err) == (1, "")
     if flags:
         assert json.loads(result.out)["agree"] is False
-        assert any(fault.startswith("gradient embed.weight differs") for fault in json.loads(result.out)["faults"])
+        assert any(
+            fault.startswith("gradient embed.table.weight differs") for fault in json.loads(result.out)["faults"]
+        )
     else:
         assert "dp=2,dtype=float64 disagrees with one process:" in result.out
         assert "loss differs by" in result.out
@@ -248,11 +250,11 @@ def test_inspect_shows_a_checkpoint_and_finds_a_flipped_bit(
     shoal: Shoal, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = shoal("inspect", trained)
-    for words in ("step-00000003", "exp_avg, exp_avg_sq", "F64", "embed.weight", "259 × 48", "use --verify"):
+    for words in ("step-00000003", "exp_avg, exp_avg_sq", "F64", "embed.table.weight", "259 × 48", "use --verify"):
         assert words in shown.out
     told = json.loads(shoal("inspect", trained, "--verify", "--json").out)
     assert (told["kind"], told["step"], told["checksums"]) == ("checkpoint", 3, "all match")
-    assert told["tensors"]["embed.weight"] == [259, 48]
+    assert told["tensors"]["embed.table.weight"] == [259, 48]
     assert told["parameters"] == sum(_count(shape) for shape in told["tensors"].values())
     monkeypatch.chdir(trained / "step-00000002")
     assert json.loads(shoal("inspect", ".", "--json").out)["step"] == 2

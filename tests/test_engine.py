@@ -165,7 +165,7 @@ def test_data_parallelism_moves_the_ring_all_reduce_whatever_the_accumulation(la
 def first_weights(world: World, config: Config, layout: str) -> dict[str, Tensor]:
     engine = make_engine(config, Layout.parse(layout), world)
     held: dict[str, Any] = {}
-    for one in engine.holdings():
+    for one in engine.fragments():
         if one.kind == "weight":
             held.setdefault(one.piece.name, (one.piece.shape, []))[1].append((one.piece.box, one.tensor))
     return {name: assemble(shape, boxes).clone() for name, (shape, boxes) in held.items()}

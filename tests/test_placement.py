@@ -36,20 +36,20 @@ def test_a_split_tensor_is_summed_by_the_ranks_with_the_same_part() -> None:
 def test_a_replicated_key_value_head_is_summed_with_its_replica() -> None:
     """Two heads on four ranks: neighbours hold the same one, and each did its own share of the work."""
     rule = Rule(lambda at: rows("kv", at["tp"] // 2 * 4, at["tp"] // 2 * 4 + 4), frozenset({"tp"}))
-    assert of(rule, rank=2).sum == (2, 3, 6, 7, 10, 11, 14, 15)
+    assert of(rule, rank=2).summing == (2, 3, 6, 7, 10, 11, 14, 15)
 
 
 def test_duplicated_work_is_held_by_all_but_summed_on_the_other_axes_only() -> None:
     placement = Placement((8, 3), whole("norm", (8, 3)).pieces, frozenset({"tp"}))
     found = of(Rule(lambda _: placement), rank=6)
-    assert found.copy == tuple(range(16))
-    assert found.sum == (2, 6, 10, 14)
+    assert found.copies == tuple(range(16))
+    assert found.summing == (2, 6, 10, 14)
 
 
 def test_a_tied_weight_on_the_first_and_last_stage_is_summed_across_them() -> None:
     grid = Grid((("pp", 4), ("dp", 2)))
     rule = Rule(lambda at: whole("embed", (8, 3)) if at["pp"] in (0, 3) else None, frozenset({"pp"}))
-    assert of(rule, rank=7, grid=grid).sum == (0, 1, 6, 7)
+    assert of(rule, rank=7, grid=grid).summing == (0, 1, 6, 7)
     with pytest.raises(AssertionError, match="what it holds"):
         holders(rule, grid, grid.coords(2))
 
@@ -62,8 +62,8 @@ def test_each_piece_of_a_fused_tensor_has_its_own_holders() -> None:
         return Placement((10, 3), (q, Piece("k", (8, 3), ((0, 8), (0, 3)), ((2, 10), (0, 3)))))
 
     q, k = holders(Rule(at, frozenset({"tp"})), GRID, GRID.coords(0))
-    assert q.copy == (0, 4, 8, 12)
-    assert k.copy == tuple(range(16))
+    assert q.copies == (0, 4, 8, 12)
+    assert k.copies == tuple(range(16))
 
 
 @given(st.lists(st.integers(0, 2), min_size=8, max_size=8), st.sets(st.sampled_from(["pp", "dp", "tp"])))
@@ -91,7 +91,7 @@ def test_deriving_holders_asks_only_about_the_axes_that_the_rule_reads() -> None
         asked.append(coords)
         return rows("w", 4 * coords["tp"], 4 * coords["tp"] + 4)
 
-    assert len(of(Rule(at, frozenset({"tp"})), grid=grid).copy) == 1024
+    assert len(of(Rule(at, frozenset({"tp"})), grid=grid).copies) == 1024
     assert len(asked) == 1 + 2, "its own place, and one for each coordinate on tp: not 2,048"
 
 

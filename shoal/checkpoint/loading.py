@@ -20,7 +20,7 @@ from shoal.checkpoint.manifest import Manifest, StoredTensor, read_manifest
 from shoal.checkpoint.shards import FLOATING, dtype_code, verify_shard
 from shoal.comm.world import World
 from shoal.errors import CheckpointError, setting
-from shoal.placement import Holding
+from shoal.placement import Fragment
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,22 @@ class Plan:
     unheld: list[int]
 
 
-def load(path: Path, holdings: Sequence[Holding], world: World) -> tuple[int, dict[str, Any]]:
-    """Fill the ``holdings`` of every rank from a checkpoint; returns its step and its meta.
+def load(path: Path, fragments: Sequence[Fragment], world: World) -> tuple[int, dict[str, Any]]:
+    """Fill the ``fragments`` of every rank from a checkpoint; returns its step and its meta.
 
     ``path`` is a checkpoint or a run's folder, whose latest is taken. Each rank reads the boxes that meet its own and
     no more. Between floating dtypes values are cast; other dtypes must be the same.
 
     Raises :class:`CheckpointError`, the same on every rank and before anything is filled, when the checkpoint is
-    damaged, or is of another model: a tensor of the holdings is missing or has another shape, or no rank holds one of
+    damaged, or is of another model: a tensor of the fragments is missing or has another shape, or no rank holds one of
     the checkpoint's weights. Optimizer states that no rank holds are left out.
     """
     doing = f"cannot load {path}"
     plan, seen = together(
-        lambda: _plan(resolve(path), holdings), world, doing, share=lambda plan: [plan.manifest.checksum(), plan.unheld]
+        lambda: _plan(resolve(path), fragments),
+        world,
+        doing,
+        share=lambda plan: [plan.manifest.checksum(), plan.unheld],
     )
     _agree(plan, seen)
     share = islice(sorted(plan.manifest.files), world.rank, None, world.size)
@@ -63,45 +66,45 @@ def load(path: Path, holdings: Sequence[Holding], world: World) -> tuple[int, di
     return plan.manifest.step, dict(plan.manifest.meta)
 
 
-def _plan(path: Path, holdings: Sequence[Holding]) -> Plan:
+def _plan(path: Path, fragments: Sequence[Fragment]) -> Plan:
     """Match the checkpoint with the model, before a byte of contents is read."""
     manifest = read_manifest(path)
     reads: dict[str, list[Read]] = defaultdict(list)
     faults = []
-    for holding in holdings:
-        name = f"{holding.kind} {holding.piece.name}"
-        stored = manifest.tensors.get(holding.kind, {}).get(holding.piece.name)
+    for fragment in fragments:
+        name = f"{fragment.kind} {fragment.piece.name}"
+        stored = manifest.tensors.get(fragment.kind, {}).get(fragment.piece.name)
         if stored is None:
             faults.append(f"{name} is not in it")
-        elif problem := _mismatch(stored, holding, name):
+        elif problem := _mismatch(stored, fragment, name):
             faults.append(f"{name} has {problem}")
         else:
-            _schedule(stored, holding, reads)
+            _schedule(stored, fragment, reads)
     if faults:
         raise _other_model(path, faults)
-    held = {holding.piece.name for holding in holdings if holding.kind == "weight"}
+    held = {fragment.piece.name for fragment in fragments if fragment.kind == "weight"}
     unheld = [number for number, name in enumerate(_weights(manifest)) if name not in held]
     return Plan(path, manifest, reads, unheld)
 
 
-def _mismatch(stored: StoredTensor, holding: Holding, name: str) -> str | None:
-    """What keeps the stored tensor out of the holding."""
-    if stored.shape != holding.piece.shape:
-        return f"shape {stored.shape} in it and {holding.piece.shape} in the model"
-    code = dtype_code(holding.tensor, name)
+def _mismatch(stored: StoredTensor, fragment: Fragment, name: str) -> str | None:
+    """What keeps the stored tensor out of the fragment."""
+    if stored.shape != fragment.piece.shape:
+        return f"shape {stored.shape} in it and {fragment.piece.shape} in the model"
+    code = dtype_code(fragment.tensor, name)
     if stored.dtype != code and not {stored.dtype, code} <= FLOATING:
         return f"dtype {stored.dtype} in it and {code} in the model"
     return None
 
 
-def _schedule(stored: StoredTensor, holding: Holding, reads: dict[str, list[Read]]) -> None:
-    """Add the copies that fill ``holding``, each element once."""
-    target = holding.piece.box
-    assert holding.tensor.shape == extents(target), f"{holding.piece} is held as {tuple(holding.tensor.shape)}"
+def _schedule(stored: StoredTensor, fragment: Fragment, reads: dict[str, list[Read]]) -> None:
+    """Add the copies that fill ``fragment``, each element once."""
+    target = fragment.piece.box
+    assert fragment.tensor.shape == extents(target), f"{fragment.piece} is held as {tuple(fragment.tensor.shape)}"
     found, missing = cover(target, ((source.box, source) for source in stored.boxes))
     assert not missing, "the manifest covers every tensor"
     for box, source in found:
-        read = Read(source.key, within(box, source.box), holding.tensor[within(box, target)])
+        read = Read(source.key, within(box, source.box), fragment.tensor[within(box, target)])
         reads[source.file].append(read)
 
 

@@ -16,7 +16,7 @@ from shoal.checkpoint.manifest import JSON, MANIFEST, Manifest
 from shoal.checkpoint.shards import dtype_code, write_shard
 from shoal.comm.world import World
 from shoal.errors import CheckpointError
-from shoal.placement import Holding
+from shoal.placement import Fragment
 
 Share = dict[str, Any]
 
@@ -24,7 +24,7 @@ Share = dict[str, Any]
 def save(
     folder: Path,
     step: int,
-    holdings: Sequence[Holding],
+    fragments: Sequence[Fragment],
     meta: Mapping[str, JSON],
     world: World,
     keep: int | None = None,
@@ -59,7 +59,7 @@ def save(
 
     try:
         _, shares = together(
-            lambda: _write(aside, written_by(world.rank, holdings), world.rank), world, doing, share=dict
+            lambda: _write(aside, written_by(world.rank, fragments), world.rank), world, doing, share=dict
         )
         together(lambda: finish(shares) if leads else None, world, doing)
     except CheckpointError:
@@ -70,41 +70,41 @@ def save(
     return final
 
 
-def written_by(rank: int, holdings: Sequence[Holding]) -> list[Holding]:
-    """Those of the ``holdings`` of ``rank`` that it writes; the other copies of the rest are written elsewhere.
+def written_by(rank: int, fragments: Sequence[Fragment]) -> list[Fragment]:
+    """Those of the ``fragments`` of ``rank`` that it writes; the other copies of the rest are written elsewhere.
 
     The ranks that share one set of copies all hold the same boxes under it, so each of them can divide those boxes
     among all: the largest first, always to the rank with the fewest bytes so far. They agree without a word, and the
     bytes of the set are even to within its largest box.
     """
-    sets: dict[tuple[int, ...], dict[Any, Holding]] = defaultdict(dict)
-    for holding in holdings:
-        sets[holding.copies][(holding.kind, holding.piece.name, holding.piece.box)] = holding
+    sets: dict[tuple[int, ...], dict[Any, Fragment]] = defaultdict(dict)
+    for fragment in fragments:
+        sets[fragment.copies][(fragment.kind, fragment.piece.name, fragment.piece.box)] = fragment
     mine = []
     for copies, boxes in sets.items():
         assert rank in copies, f"rank {rank} holds what is listed at {copies}"
         written = [(0, other) for other in sorted(copies)]
-        for _, holding in sorted(boxes.items(), key=lambda item: (-item[1].tensor.nbytes, item[0])):
+        for _, fragment in sorted(boxes.items(), key=lambda item: (-item[1].tensor.nbytes, item[0])):
             so_far, writer = written[0]
-            heapq.heapreplace(written, (so_far + holding.tensor.nbytes, writer))
+            heapq.heapreplace(written, (so_far + fragment.tensor.nbytes, writer))
             if writer == rank:
-                mine.append(holding)
+                mine.append(fragment)
     return mine
 
 
-def _write(aside: Path, holdings: Sequence[Holding], rank: int) -> Share:
+def _write(aside: Path, fragments: Sequence[Fragment], rank: int) -> Share:
     """Write this rank's file, if it has anything to write; returns its entries of the manifest, as JSON."""
-    if not holdings:
+    if not fragments:
         return {}
     file = f"rank-{rank:05d}.safetensors"
     tensors: dict[str, dict[str, Any]] = defaultdict(dict)
     contents = {}
-    for holding in holdings:
-        piece = holding.piece
-        key = f"{holding.kind}/{piece.name}{text(piece.box)}"
-        contents[key] = holding.tensor
-        entry = {"shape": piece.shape, "dtype": dtype_code(holding.tensor, key), "boxes": []}
-        entry = tensors[holding.kind].setdefault(piece.name, entry)
+    for fragment in fragments:
+        piece = fragment.piece
+        key = f"{fragment.kind}/{piece.name}{text(piece.box)}"
+        contents[key] = fragment.tensor
+        entry = {"shape": piece.shape, "dtype": dtype_code(fragment.tensor, key), "boxes": []}
+        entry = tensors[fragment.kind].setdefault(piece.name, entry)
         entry["boxes"].append({"box": piece.box, "file": file, "key": key})
     return {"files": {file: write_shard(aside / file, contents).model_dump()}, "tensors": tensors}
 

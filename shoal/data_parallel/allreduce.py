@@ -17,14 +17,14 @@ from torch import Tensor
 from shoal.comm.collectives import Pending, start_all_reduce
 from shoal.comm.world import Group
 from shoal.data_parallel.buckets import Bucket
-from shoal.holdings import Held
+from shoal.local import LocalParameter
 
 
 @dataclass(frozen=True)
 class Main:
     """The main gradient of one parameter: a view of the buffer of bucket number ``bucket``."""
 
-    held: Held
+    held: LocalParameter
     gradient: Tensor
     bucket: int
 
@@ -43,7 +43,7 @@ class AllReduce:
     ) -> None:
         self._buckets, self._summed = buckets, summed
         self._ranges = [
-            [(bucket.grads[start:stop], group(holders.sum)) for start, stop, holders in bucket.ranges]
+            [(bucket.grads[start:stop], group(holders.summing)) for start, stop, holders in bucket.ranges]
             for bucket in buckets
         ]
         self._mains = [

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.holdings import Held
+from shoal.local import LocalParameter
 from shoal.placement import Holders, Piece, Placement
 
 BUCKET_BYTES = 16 << 20
@@ -22,7 +22,7 @@ BUCKET_BYTES = 16 << 20
 class Slot(NamedTuple):
     """Where a parameter lies in the buffers of its bucket."""
 
-    held: Held
+    held: LocalParameter
     start: int
     stop: int
 
@@ -43,7 +43,7 @@ class Bucket:
     those that do not.
     """
 
-    def __init__(self, held: Sequence[Held], states: Sequence[str]) -> None:
+    def __init__(self, held: Sequence[LocalParameter], states: Sequence[str]) -> None:
         first = held[0].parameter
         self.units = frozenset(one.unit for one in held)
         self.slots: list[Slot] = []
@@ -86,14 +86,16 @@ class Bucket:
             assert one.parameter.data_ptr() == wanted, f"{one.name} no longer lies in its bucket"
 
 
-def build_buckets(held: Iterable[Held], states: Sequence[str] = (), cap_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+def build_buckets(
+    held: Iterable[LocalParameter], states: Sequence[str] = (), cap_bytes: int = BUCKET_BYTES
+) -> list[Bucket]:
     """Buckets in the order in which the backward pass completes them: the same on every rank that holds the same.
 
     Whole units are put together until a bucket would exceed ``cap_bytes``; dtypes never mix.
     """
     ordered = sorted(held, key=lambda one: (str(one.parameter.dtype), -one.unit, not one.decays))
     buckets: list[Bucket] = []
-    waiting: list[Held] = []
+    waiting: list[LocalParameter] = []
     size = 0
     for _, unit in groupby(ordered, key=lambda one: (one.parameter.dtype, one.unit)):
         members = list(unit)

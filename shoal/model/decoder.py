@@ -20,26 +20,38 @@ from shoal.model.loss import IGNORED, linear_cross_entropy
 from shoal.model.roles import Role, RoleTable
 
 
-class Embed(nn.Embedding):
+class Fused(nn.Linear):
+    """Several linears that read the same input as one matrix; returns their outputs apart, of the widths ``parts``."""
+
+    def __init__(self, width: int, parts: tuple[int, ...]) -> None:
+        super().__init__(width, sum(parts), bias=False)
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return torch.split(super().forward(x), list(self.parts), dim=-1)
+
+
+class Embed(nn.Module):
     """Token embedding with dropout."""
 
     def __init__(self, shape: Shape) -> None:
-        super().__init__(shape.vocab, shape.hidden)
+        super().__init__()
+        self.table = nn.Embedding(shape.vocab, shape.hidden)
         self.rate = shape.dropout
 
-    def forward(self, tokens_BT: Tensor, ctx: Context) -> Tensor:  # type: ignore[override]
-        return ctx.drop(super().forward(tokens_BT), self.rate, "embed")
+    def forward(self, tokens_BT: Tensor, ctx: Context) -> Tensor:
+        return ctx.drop(self.table(tokens_BT), self.rate, "embed")
 
 
 class CausalAttention(nn.Module):
     """Softmax attention over the positions up to one's own, or those that the context's mask allows."""
 
-    def forward(self, q_BNTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, q_BNTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, ctx: Context) -> Tensor:
         shared = q_BNTD.shape[1] != k_BKTD.shape[1]
         # One new position after a cache sees everything; otherwise queries and keys are the same positions.
-        causal = mask is None and q_BNTD.shape[2] > 1
+        causal = ctx.mask is None and q_BNTD.shape[2] > 1
         return F.scaled_dot_product_attention(
-            q_BNTD, k_BKTD, v_BKTD, attn_mask=mask, is_causal=causal, enable_gqa=shared
+            q_BNTD, k_BKTD, v_BKTD, attn_mask=ctx.mask, is_causal=causal, enable_gqa=shared
         )
 
 
@@ -48,21 +60,21 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Shape, name: str) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        self.name = name
-        self.qkv = nn.Linear(shape.hidden, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, bias=False)
+        self.head_dim, self.name = shape.head_dim, name
+        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.qkv = Fused(shape.hidden, (q, kv, kv))
         self.core = CausalAttention()
-        self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        self.out = nn.Linear(q, shape.hidden, bias=False)
 
     def forward(self, x_BTH: Tensor, ctx: Context) -> Tensor:
-        heads = self.qkv(x_BTH).unflatten(-1, (-1, self.head_dim))
-        q_BTND, k_BTKD, v_BTKD = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        # How many heads there are follows from the widths: a rank may hold some of them.
+        q_BTND, k_BTKD, v_BTKD = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x_BTH))
         q = rotate(q_BTND, ctx.rope).transpose(1, 2)
         k = rotate(k_BTKD, ctx.rope).transpose(1, 2)
         v = v_BTKD.transpose(1, 2)
         if ctx.cache is not None:
             k, v = ctx.cache.extend(self.name, k, v)
-        return self.out(self.core(q, k, v, ctx.mask).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.out(self.core(q, k, v, ctx).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class FeedForward(nn.Module):
@@ -70,11 +82,11 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(shape.hidden, 2 * shape.ffn, bias=False)
+        self.gate_up = Fused(shape.hidden, (shape.ffn, shape.ffn))
         self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
 
     def forward(self, x_BTH: Tensor) -> Tensor:
-        gate, up = self.gate_up(x_BTH).chunk(2, dim=-1)
+        gate, up = self.gate_up(x_BTH)
         return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
@@ -96,6 +108,13 @@ class Block(nn.Module):
         return x_BTH + ctx.drop(fed, self.rate, f"{self.name}.ffn")
 
 
+class LinearCrossEntropy(nn.Module):
+    """The summed loss of hidden states [rows, H] under an output matrix [vocabulary, H]."""
+
+    def forward(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, labels)
+
+
 class Head(nn.Module):
     """Final norm and output matrix: the summed loss where the context has labels, logits where it has none."""
 
@@ -103,12 +122,13 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
         self.out = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.loss = LinearCrossEntropy()
 
     def forward(self, x_BTH: Tensor, ctx: Context) -> Tensor:
         x_BTH = self.norm(x_BTH)
         if ctx.labels is None:
             return self.out(x_BTH)  # type: ignore[no-any-return]
-        return linear_cross_entropy(x_BTH.flatten(0, 1), self.out.weight, ctx.labels.flatten())
+        return self.loss(x_BTH.flatten(0, 1), self.out.weight, ctx.labels.flatten())  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
@@ -122,7 +142,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(shape, f"blocks.{i}") for i in range(shape.layers))
         self.head = Head(shape)
         if shape.tied:
-            self.head.out.weight = self.embed.weight
+            self.head.out.weight = self.embed.table.weight
 
     def forward(self, batch: Batch, ctx: Context) -> Tensor:
         """The summed loss of a batch, or its logits [B, T, vocabulary] where the context has no labels."""
@@ -179,7 +199,7 @@ class Decoder(nn.Module):
 
     def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         shape = self.shape
-        return rope_tables(positions, shape.head_dim, shape.rope_theta, self.embed.weight.dtype)
+        return rope_tables(positions, shape.head_dim, shape.rope_theta, self.embed.table.weight.dtype)
 
 
 def decoder_roles(shape: Shape) -> RoleTable:
@@ -187,7 +207,7 @@ def decoder_roles(shape: Shape) -> RoleTable:
     into_residual = 0.02 / (2 * shape.layers) ** 0.5
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return {
-        "embed": Role("embed"),
+        "embed.table": Role("embed"),
         "blocks.*.attn_norm": Role("norm"),
         "blocks.*.attn.qkv": Role(
             "qkv", parts=(("q", q), ("k", kv), ("v", kv)), heads=shape.heads, kv_heads=shape.kv_heads
@@ -199,5 +219,5 @@ def decoder_roles(shape: Shape) -> RoleTable:
         "blocks.*.ffn.down": Role("down", std=into_residual),
         "head.norm": Role("norm"),
         "head.out": Role("head"),
-        "head": Role("loss"),
+        "head.loss": Role("loss"),
     }

@@ -36,7 +36,7 @@ def generate(
     for _ in range(tokens):
         with torch.no_grad():
             model.eval()
-            logits = model.decode(torch.tensor([given], device=model.embed.weight.device), cache)[0, -1]
+            logits = model.decode(torch.tensor([given], device=model.embed.table.weight.device), cache)[0, -1]
             model.train(training)
         token = _draw(logits[:known].float().cpu(), temperature, top_k, generator)
         if token == stop:

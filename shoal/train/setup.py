@@ -13,8 +13,11 @@ from shoal.data.batches import Batch, Batches, Synthetic
 from shoal.data.store import TokenStore
 from shoal.engine import DTYPES, Engine
 from shoal.layout import Layout
+from shoal.local import LocalParameter, lay_out, materialise
+from shoal.mesh import Grid
 from shoal.model.decoder import Decoder
 from shoal.optim.schedule import rate
+from shoal.tensor import whole
 
 
 class Source(Protocol):
@@ -59,6 +62,13 @@ def make_model(config: Config, layout: Layout) -> Decoder:
     """The decoder of a run file on the meta device: shapes and names, no memory."""
     with torch.device("meta"):
         return Decoder(config.model).to(DTYPES[layout.dtype])
+
+
+def materialise_alone(model: Decoder, seed: int) -> list[LocalParameter]:
+    """Give all of ``model`` memory and its initial weights, as one process has it that is alone; on the CPU."""
+    grid = Grid((("dp", 1),))
+    parameters = lay_out(model, model.layers(), model.roles, whole.place, grid, grid.coords(0))
+    return materialise(model, parameters, seed, torch.device("cpu"))
 
 
 def learning_rate(config: Config) -> Callable[[int], float]:

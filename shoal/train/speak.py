@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 
 from shoal import checkpoint
@@ -14,13 +13,10 @@ from shoal.comm.world import World
 from shoal.config import parse
 from shoal.data.tokenize import load_tokenizer
 from shoal.errors import CheckpointError, ConfigError, setting
-from shoal.holdings import hold, materialise
-from shoal.mesh import Grid
 from shoal.model.decoder import Decoder
 from shoal.model.generate import generate
-from shoal.tensor import whole
 from shoal.train.folder import TOKENIZER
-from shoal.train.setup import make_model
+from shoal.train.setup import make_model, materialise_alone
 
 
 def load_model(path: Path) -> Decoder:
@@ -31,10 +27,8 @@ def load_model(path: Path) -> Decoder:
         raise CheckpointError(setting("checkpoint", path, problem, "name one that shoal train has saved"))
     config = parse(meta["config"])
     model = make_model(config, config.plan())
-    grid = Grid((("dp", 1),))
-    materialise(model, model.roles, whole.place, grid.coords(0), config.run.seed, torch.device("cpu"))
-    held = hold(model, model.layers(), model.roles, whole.place, grid, grid.coords(0))
-    weights = [holding for one in held for holding in one.holdings("weight", one.parameter.detach())]
+    parameters = materialise_alone(model, config.run.seed)
+    weights = [fragment for one in parameters for fragment in one.fragments("weight", one.parameter.detach())]
     checkpoint.load(path, weights, World())
     return model
 

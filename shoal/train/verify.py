@@ -24,14 +24,11 @@ from torch import Tensor
 from shoal.comm.world import World
 from shoal.config import Config
 from shoal.data.batches import Batch, mask_labels
-from shoal.holdings import hold, materialise
 from shoal.layout import Layout
-from shoal.mesh import Grid
-from shoal.placement import Box, Holding, assemble
-from shoal.tensor import whole as whole_tensors
+from shoal.placement import Box, Fragment, assemble
 from shoal.train.pool import Pool
 from shoal.train.reference import PlainTrainer
-from shoal.train.setup import fit, learning_rate, make_engine, make_model, open_data
+from shoal.train.setup import fit, learning_rate, make_engine, make_model, materialise_alone, open_data
 
 STEPS = 5
 TOLERANCE = {"float64": 1e-9, "float32": 2e-5}
@@ -93,17 +90,15 @@ def verify(config: Config, layout: Layout, pool: Pool, steps: int = STEPS) -> Re
 def run_reference(world: World, config: Config, layout: Layout, steps: int, folder: Path) -> list[_Scalars]:
     """Train in one process; leave every gradient and weight of every step in ``folder``."""
     model = make_model(config, layout)
-    grid = Grid((("dp", 1),))
-    materialise(model, model.roles, whole_tensors.place, grid.coords(0), config.run.seed, world.device)
-    held = {one.name: one for one in hold(model, model.layers(), model.roles, whole_tensors.place, grid, {"dp": 0})}
+    parameters = {one.name: one for one in materialise_alone(model, config.run.seed)}
     trainer = PlainTrainer(model, config.optimizer, learning_rate(config), config.run.seed)
     source, scalars = open_data(config), []
     for step in range(steps):
         result = trainer.step(_masked(source.batch(step), config))
         scalars.append(_Scalars(result.loss, result.grad_norm))
-        holdings = [h for name, g in result.gradients.items() for h in held[name].holdings("gradient", g)]
-        holdings += [h for name, w in result.weights.items() for h in held[name].holdings("weight", w)]
-        _write(folder / f"truth-{step}", holdings)
+        fragments = [h for name, g in result.gradients.items() for h in parameters[name].fragments("gradient", g)]
+        fragments += [h for name, w in result.weights.items() for h in parameters[name].fragments("weight", w)]
+        _write(folder / f"truth-{step}", fragments)
     return scalars
 
 
@@ -111,17 +106,17 @@ def run_layout(world: World, config: Config, layout: Layout, steps: int, folder:
     """Train under ``layout``; leave what this rank holds of every gradient and weight of every step in ``folder``."""
     engine = make_engine(config, layout, world)
     source, scalars = open_data(config), []
-    gradients: list[Holding] = []
+    gradients: list[Fragment] = []
 
     def keep_gradients() -> None:
-        gradients[:] = [Holding(h.kind, h.piece, h.copies, h.tensor.clone()) for h in engine.gradients()]
+        gradients[:] = [Fragment(h.kind, h.piece, h.copies, h.tensor.clone()) for h in engine.gradients()]
 
     engine.on_gradients = keep_gradients
     for step in range(steps):
         part, parts = engine.mesh.coords["dp"], engine.layout.dp
         result = engine.step(_masked(source.batch(step, part, parts), config))
         scalars.append(_Scalars(result.loss, result.grad_norm))
-        weights = [holding for holding in engine.holdings() if holding.kind == "weight"]
+        weights = [fragment for fragment in engine.fragments() if fragment.kind == "weight"]
         _write(folder / f"rank{world.rank}-{step}", gradients + weights)
     return scalars
 
@@ -200,10 +195,10 @@ def _worst(values: Iterable[float]) -> float:
     return next((value for value in known if value != value), max(known, default=0.0))
 
 
-def _write(path: Path, holdings: Iterable[Holding]) -> None:
+def _write(path: Path, fragments: Iterable[Fragment]) -> None:
     """One file of this rank's boxes: "kind name@start:stop,…" → contents."""
     tensors = {}
-    for one in holdings:
+    for one in fragments:
         box = ",".join(f"{start}:{stop}" for start, stop in one.piece.box)
         tensors[f"{one.kind} {one.piece.name}@{box}"] = one.tensor.detach().cpu().contiguous().clone()
     save_file(tensors, path)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.world import World
-from shoal.placement import Box, Holding, Piece
+from shoal.placement import Box, Fragment, Piece
 
 torch.set_num_threads(1)  # Threads do not survive a fork: none may be started before one.
 
@@ -69,8 +69,8 @@ def boxes(layout: str, shape: Sequence[int], rank: int, size: int) -> list[Box]:
 
 def held(
     layout: str, rank: int, size: int, step: int | None, kinds: Sequence[str] = ("weight", "exp_avg")
-) -> list[Holding]:
-    """The holdings of ``rank``: the contents of ``step``, or, without one, values that are never saved."""
+) -> list[Fragment]:
+    """The fragments of ``rank``: the contents of ``step``, or, without one, values that are never saved."""
     found = []
     for kind in kinds:
         for name, (shape, dtype) in TENSORS.items():
@@ -79,16 +79,16 @@ def held(
                 at = tuple(slice(start, stop) for start, stop in box)
                 full = torch.full(shape, 77).to(dtype) if step is None else contents(kind, name, step)
                 part = full[at].clone()
-                found.append(Holding(kind, Piece(name, shape, box, box), copies, part))
+                found.append(Fragment(kind, Piece(name, shape, box, box), copies, part))
     return found
 
 
-def wrong(holdings: Sequence[Holding], step: int) -> list[str]:
-    """The holdings that do not have the contents of ``step``."""
+def wrong(fragments: Sequence[Fragment], step: int) -> list[str]:
+    """The fragments that do not have the contents of ``step``."""
     return [
-        f"{holding.kind} {holding.piece}"
-        for holding in holdings
-        if not torch.equal(holding.piece.of(contents(holding.kind, holding.piece.name, step)), holding.tensor)
+        f"{fragment.kind} {fragment.piece}"
+        for fragment in fragments
+        if not torch.equal(fragment.piece.of(contents(fragment.kind, fragment.piece.name, step)), fragment.tensor)
     ]
 
 

@@ -21,9 +21,9 @@ CALLS = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "close")
 
 def loaded(folder: Path) -> int:
     """Load the latest of ``folder`` and return which generation it is, having checked that it is one and whole."""
-    holdings = held("whole", 0, 1, None)
-    _, meta = load(folder, holdings, World())
-    assert not wrong(holdings, meta["generation"])
+    fragments = held("whole", 0, 1, None)
+    _, meta = load(folder, fragments, World())
+    assert not wrong(fragments, meta["generation"])
     return int(meta["generation"])
 
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from shoal.checkpoint import load, read_manifest, save
 from shoal.comm.world import World
 from shoal.errors import CheckpointError
-from shoal.placement import Holding, Piece
+from shoal.placement import Fragment, Piece
 
 META: dict[str, Any] = {"tokens": 12, "seed": None}
 
@@ -37,9 +37,9 @@ def test_saved_by_four_ranks_under_any_layout_loaded_by_fewer_under_any_other(
         faults = []
         for before in LAYOUTS:
             for after in LAYOUTS:
-                holdings = held(after, world.rank, world.size, None)
-                assert load(saved / before, holdings, world) == (5, META)
-                faults += [f"{before} → {after}: {fault}" for fault in wrong(holdings, 5)]
+                fragments = held(after, world.rank, world.size, None)
+                assert load(saved / before, fragments, world) == (5, META)
+                faults += [f"{before} → {after}: {fault}" for fault in wrong(fragments, 5)]
         return faults
 
     assert run_ranks(size, work, tmp_path) == [[]] * size
@@ -49,9 +49,9 @@ def test_saved_by_one_rank_loaded_by_two(tmp_path: Path) -> None:
     save(tmp_path / "run", 6, held("whole", 0, 1, 6), {}, World())
 
     def work(world: World) -> list[str]:
-        holdings = held("columns", world.rank, world.size, None)
-        load(tmp_path / "run", holdings, world)
-        return wrong(holdings, 6)
+        fragments = held("columns", world.rank, world.size, None)
+        load(tmp_path / "run", fragments, world)
+        return wrong(fragments, 6)
 
     assert run_ranks(2, work, tmp_path) == [[], []]
 
@@ -60,7 +60,7 @@ def test_floating_dtypes_are_cast_and_views_written_through(saved: Path) -> None
     base = torch.zeros(20, 6, dtype=torch.float64)
     piece = Piece("embed", (11, 6), ((2, 9), (0, 6)), ((0, 7), (0, 6)))
     others = [h for h in held("whole", 0, 1, None, ("weight",)) if h.piece.name != "embed"]
-    load(saved / "columns", [Holding("weight", piece, (0,), base[3:10]), *others], World())
+    load(saved / "columns", [Fragment("weight", piece, (0,), base[3:10]), *others], World())
     expected = next(h.tensor for h in held("whole", 0, 1, 5, ("weight",)) if h.piece.name == "embed")
     assert torch.equal(base[3:10], expected[2:9].double())
     assert not base[:3].any()
@@ -69,9 +69,9 @@ def test_floating_dtypes_are_cast_and_views_written_through(saved: Path) -> None
 
 def test_a_parameter_that_requires_grad_is_filled(tmp_path: Path) -> None:
     piece = Piece("w", (3,), ((0, 3),), ((0, 3),))
-    save(tmp_path, 1, [Holding("weight", piece, (0,), torch.nn.Parameter(torch.arange(3.0)))], {}, World())
+    save(tmp_path, 1, [Fragment("weight", piece, (0,), torch.nn.Parameter(torch.arange(3.0)))], {}, World())
     parameter = torch.nn.Parameter(torch.zeros(3))
-    load(tmp_path, [Holding("weight", piece, (0,), parameter)], World())
+    load(tmp_path, [Fragment("weight", piece, (0,), parameter)], World())
     assert parameter.tolist() == [0, 1, 2]
     assert parameter.grad_fn is None
 
@@ -102,11 +102,11 @@ def test_only_the_slices_that_a_rank_holds_are_read(saved: Path, monkeypatch: py
             return Slice()
 
     monkeypatch.setattr("shoal.checkpoint.loading.safe_open", Spy)
-    holdings = held("columns", 1, 3, None)
-    names = {holding.piece.name for holding in holdings}
+    fragments = held("columns", 1, 3, None)
+    names = {fragment.piece.name for fragment in fragments}
     assert names == read_manifest(saved / "rows" / "step-00000005").tensors["weight"].keys()
-    load(saved / "rows", holdings, World())
-    assert sum(read) == sum(holding.tensor.numel() for holding in holdings)
+    load(saved / "rows", fragments, World())
+    assert sum(read) == sum(fragment.tensor.numel() for fragment in fragments)
 
 
 def test_optimizer_states_may_be_left_out(saved: Path) -> None:
@@ -115,19 +115,19 @@ def test_optimizer_states_may_be_left_out(saved: Path) -> None:
     assert not wrong(weights, 5)
 
 
-def refused(path: Path, holdings: list[Holding], message: str) -> None:
+def refused(path: Path, fragments: list[Fragment], message: str) -> None:
     """Loading fails with ``message`` and fills nothing."""
-    before = [holding.tensor.clone() for holding in holdings]
+    before = [fragment.tensor.clone() for fragment in fragments]
     with pytest.raises(CheckpointError, match=message):
-        load(path, holdings, World())
-    assert all(torch.equal(a, h.tensor) for a, h in zip(before, holdings, strict=True))
+        load(path, fragments, World())
+    assert all(torch.equal(a, h.tensor) for a, h in zip(before, fragments, strict=True))
 
 
-def model(**shapes: tuple[int, ...]) -> list[Holding]:
+def model(**shapes: tuple[int, ...]) -> list[Fragment]:
     found = []
     for name, shape in shapes.items():
         box = tuple((0, n) for n in shape)
-        found.append(Holding("weight", Piece(name, shape, box, box), (0,), torch.full(shape, 3.0)))
+        found.append(Fragment("weight", Piece(name, shape, box, box), (0,), torch.full(shape, 3.0)))
     return found
 
 
@@ -139,8 +139,8 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_filled(tmp_
     many = model(a=(2, 3), b=(4,), **{f"c{i}": (1,) for i in range(5)})
     refused(tmp_path, many, "weight c0 is not in it; weight c1 is not in it; weight c2 is not in it; and 2 more;")
     whole = model(a=(2, 3), b=(4,))
-    refused(tmp_path, [Holding("exp_avg", h.piece, (0,), h.tensor) for h in whole] + whole, "exp_avg a is not in it")
-    integer = [Holding(h.kind, h.piece, (0,), h.tensor.int()) for h in whole]
+    refused(tmp_path, [Fragment("exp_avg", h.piece, (0,), h.tensor) for h in whole] + whole, "exp_avg a is not in it")
+    integer = [Fragment(h.kind, h.piece, (0,), h.tensor.int()) for h in whole]
     refused(tmp_path, integer, "weight a has dtype F32 in it and I32 in the model")
 
 
@@ -173,11 +173,11 @@ def test_damage_that_one_rank_finds_is_raised_by_all(saved: Path, tmp_path: Path
         path.unlink()
 
     def work(world: World) -> tuple[str, bool]:
-        holdings = held("rows", world.rank, world.size, None)
+        fragments = held("rows", world.rank, world.size, None)
         with pytest.raises(CheckpointError) as caught:
-            load(run, holdings, world)
+            load(run, fragments, world)
         untouched = held("rows", world.rank, world.size, None)
-        same = all(torch.equal(a.tensor, b.tensor) for a, b in zip(holdings, untouched, strict=True))
+        same = all(torch.equal(a.tensor, b.tensor) for a, b in zip(fragments, untouched, strict=True))
         return str(caught.value), same
 
     said = run_ranks(2, work, tmp_path)

@@ -22,28 +22,28 @@ from shoal.checkpoint import latest, load, read_manifest, save
 from shoal.checkpoint.saving import written_by
 from shoal.comm.world import World
 from shoal.errors import CheckpointError
-from shoal.placement import Holding, Piece
+from shoal.placement import Fragment, Piece
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_each_box_is_written_once(layout: str, size: int) -> None:
     written = Counter(
-        (holding.kind, holding.piece.name, holding.piece.box)
+        (fragment.kind, fragment.piece.name, fragment.piece.box)
         for rank in range(size)
-        for holding in written_by(rank, held(layout, rank, size, 0))
+        for fragment in written_by(rank, held(layout, rank, size, 0))
     )
     everywhere = {
-        (holding.kind, holding.piece.name, holding.piece.box)
+        (fragment.kind, fragment.piece.name, fragment.piece.box)
         for rank in range(size)
-        for holding in held(layout, rank, size, 0)
+        for fragment in held(layout, rank, size, 0)
     }
     assert written == Counter(everywhere)
 
 
-def replicated(sizes: Sequence[int], copies: tuple[int, ...]) -> list[Holding]:
+def replicated(sizes: Sequence[int], copies: tuple[int, ...]) -> list[Fragment]:
     pieces = [Piece(f"w{i}", (n,), ((0, n),), ((0, n),)) for i, n in enumerate(sizes)]
-    return [Holding("weight", piece, copies, torch.empty(piece.shape)) for piece in pieces]
+    return [Fragment("weight", piece, copies, torch.empty(piece.shape)) for piece in pieces]
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)
@@ -51,19 +51,19 @@ def replicated(sizes: Sequence[int], copies: tuple[int, ...]) -> list[Holding]:
 def test_copies_are_divided_to_within_the_largest_box_whatever_their_order(
     sizes: list[int], ranks: int, order: Random
 ) -> None:
-    holdings = replicated(sizes, tuple(range(ranks)))
-    shares = [{holding.piece.name for holding in written_by(rank, holdings)} for rank in range(ranks)]
-    loads = [sum(h.piece.numel for h in holdings if h.piece.name in share) for share in shares]
+    fragments = replicated(sizes, tuple(range(ranks)))
+    shares = [{fragment.piece.name for fragment in written_by(rank, fragments)} for rank in range(ranks)]
+    loads = [sum(h.piece.numel for h in fragments if h.piece.name in share) for share in shares]
     assert sum(loads) == sum(sizes)
     assert max(loads) - min(loads) <= max(sizes)
-    order.shuffle(holdings)
-    assert [{holding.piece.name for holding in written_by(rank, holdings)} for rank in range(ranks)] == shares
+    order.shuffle(fragments)
+    assert [{fragment.piece.name for fragment in written_by(rank, fragments)} for rank in range(ranks)] == shares
 
 
 def test_the_bytes_of_a_model_are_even_over_its_replicas() -> None:
     layer = [4096, 1024, 1024, 4096, 11000, 11000, 11000, 64, 64]
-    holdings = replicated([30000, *layer * 12, 64, 30000], (0, 2, 4, 6))
-    loads = [sum(h.piece.numel for h in written_by(rank, holdings)) for rank in (0, 2, 4, 6)]
+    fragments = replicated([30000, *layer * 12, 64, 30000], (0, 2, 4, 6))
+    loads = [sum(h.piece.numel for h in written_by(rank, fragments)) for rank in (0, 2, 4, 6)]
     assert max(loads) < 1.02 * min(loads)
 
 
@@ -80,7 +80,7 @@ def test_the_files_hold_the_logical_bytes_and_no_more(tmp_path: Path) -> None:
 
 def failing(world: World, folder: Path, at: str, culprit: int) -> str:
     """Save step 2 with a fault of ``culprit``; returns what this rank then raises."""
-    holdings = held("rows", world.rank, world.size, 2)
+    fragments = held("rows", world.rank, world.size, 2)
 
     def fault(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -88,12 +88,12 @@ def failing(world: World, folder: Path, at: str, culprit: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == culprit and at == "size limit":  # A real refusal of the kernel, half way through the file.
             big = Piece("embed2", (1 << 18,), ((0, 1 << 18),), ((0, 1 << 18),))
-            holdings.append(Holding("weight", big, (culprit,), torch.zeros(1 << 18)))
+            fragments.append(Fragment("weight", big, (culprit,), torch.zeros(1 << 18)))
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         elif world.rank == culprit:
             patch.setattr(*{"fsync": (os, "fsync"), "rename": (os, "rename"), "replace": (os, "replace")}[at], fault)
         with pytest.raises(CheckpointError) as caught:
-            save(folder, 2, holdings, {}, world)
+            save(folder, 2, fragments, {}, world)
     return str(caught.value)
 
 
@@ -143,9 +143,9 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 def test_meta_that_is_not_json_and_tensors_that_are_not_covered_are_not_saved(tmp_path: Path) -> None:
-    holdings = held("rows", 0, 2, 1)
+    fragments = held("rows", 0, 2, 1)
     with pytest.raises(CheckpointError, match="no file holds"):
-        save(tmp_path, 1, [Holding(h.kind, h.piece, (0,), h.tensor) for h in holdings], {}, World())
+        save(tmp_path, 1, [Fragment(h.kind, h.piece, (0,), h.tensor) for h in fragments], {}, World())
     with pytest.raises(CheckpointError, match="not JSON compliant"):
         save(tmp_path, 1, held("whole", 0, 1, 1), {"loss": float("nan")}, World())
     assert folders(tmp_path) == []

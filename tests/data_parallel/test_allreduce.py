@@ -11,7 +11,7 @@ from shoal.comm.world import World
 from shoal.data_parallel import allreduce
 from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.buckets import Bucket, build_buckets
-from shoal.holdings import Held
+from shoal.local import LocalParameter
 from shoal.placement import Holders, whole
 from shoal.train.pool import Pool
 
@@ -25,7 +25,7 @@ class Replica:
         everyone = Holders(tuple(range(world.size)), tuple(range(world.size)))
         shapes = {"n": (2,), "w": (2, 3)}
         self.held = {
-            f"{letter}{unit}": Held(
+            f"{letter}{unit}": LocalParameter(
                 f"{letter}{unit}", nn.Parameter(torch.zeros(shape)), unit, whole(letter, shape), (everyone,)
             )
             for unit in range(UNITS)
@@ -123,7 +123,7 @@ def split_holders(world: World) -> list[float]:
     """A bucket whose first parameter all four ranks sum and whose second each pair does."""
     pair = (0, 1) if world.rank < 2 else (2, 3)
     held = [
-        Held(name, nn.Parameter(torch.zeros(2)), unit, whole(name, (2,)), (Holders(ranks, ranks),))
+        LocalParameter(name, nn.Parameter(torch.zeros(2)), unit, whole(name, (2,)), (Holders(ranks, ranks),))
         for name, unit, ranks in (("all", 1, (0, 1, 2, 3)), ("pair", 0, pair))
     ]
     (bucket,) = build_buckets(held)

@@ -5,22 +5,24 @@ import torch
 from torch import nn
 
 from shoal.data_parallel.buckets import Bucket, Range, build_buckets
-from shoal.holdings import Held
+from shoal.local import LocalParameter
 from shoal.placement import Holders, Piece, Placement, stacked, whole
 
 ALL, PAIR, SOME = (Holders(ranks, ranks) for ranks in ((0, 1, 2, 3), (0, 2), (0, 1)))
 
 
-def held(name: str, *shape: int, unit: int = 0, dtype: torch.dtype = torch.float32, who: Holders = ALL) -> Held:
+def held(
+    name: str, *shape: int, unit: int = 0, dtype: torch.dtype = torch.float32, who: Holders = ALL
+) -> LocalParameter:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(unit)).to(dtype)
-    return Held(name, nn.Parameter(values), unit, whole(name, shape), (who,))
+    return LocalParameter(name, nn.Parameter(values), unit, whole(name, shape), (who,))
 
 
 def names(buckets: list[Bucket]) -> list[list[str]]:
     return [[slot.held.name for slot in bucket.slots] for bucket in buckets]
 
 
-def layers(count: int) -> list[Held]:
+def layers(count: int) -> list[LocalParameter]:
     """Each unit: 24 elements, 96 bytes in float32."""
     parts = [[held(f"n{u}", 4, unit=u), held(f"w{u}", 5, 4, unit=u)] for u in range(count)]
     return [one for unit in parts for one in unit]
@@ -97,13 +99,13 @@ def test_ranges_join_neighbours_that_the_same_ranks_hold() -> None:
 
 def test_pieces_of_a_fused_parameter_are_ranges_of_their_own() -> None:
     parts = stacked([("q", 4), ("k", 1), ("v", 1)], (6, 5))
-    fused = Held("qkv", nn.Parameter(torch.randn(6, 5)), 1, parts, (PAIR, SOME, SOME))
+    fused = LocalParameter("qkv", nn.Parameter(torch.randn(6, 5)), 1, parts, (PAIR, SOME, SOME))
     (bucket,) = build_buckets([fused, held("w", 2, 5, unit=0, who=SOME)])
     assert bucket.ranges == [Range(0, 20, PAIR), Range(20, 40, SOME)]
 
 
 def test_pieces_that_different_ranks_hold_must_be_rows() -> None:
     left, right = (Piece(n, (2, 2), ((0, 2), (0, 2)), ((0, 2), (at, at + 2))) for n, at in (("a", 0), ("b", 2)))
-    odd = Held("ab", nn.Parameter(torch.randn(2, 4)), 0, Placement((2, 4), (left, right)), (PAIR, SOME))
+    odd = LocalParameter("ab", nn.Parameter(torch.randn(2, 4)), 0, Placement((2, 4), (left, right)), (PAIR, SOME))
     with pytest.raises(AssertionError, match="must be rows"):
         build_buckets([odd])

@@ -67,7 +67,8 @@ def naive_rotate(x: Tensor, position: int) -> Tensor:
 
 def naive_attention(block: Block, rows: list[Tensor], positions: list[int]) -> list[Tensor]:
     attn = block.attn
-    heads, kv_heads, dim = attn.heads, attn.kv_heads, attn.head_dim
+    dim = attn.head_dim
+    heads, kv_heads = (width // dim for width in attn.qkv.parts[:2])
     q_weight, k_weight, v_weight = attn.qkv.weight.split([heads * dim, kv_heads * dim, kv_heads * dim])
     found = []
     for now, row in enumerate(rows):
@@ -85,7 +86,7 @@ def naive_attention(block: Block, rows: list[Tensor], positions: list[int]) -> l
 
 
 def naive_logits(model: Decoder, tokens: list[int], positions: list[int]) -> Tensor:
-    rows = [model.embed.weight[token] for token in tokens]
+    rows = [model.embed.table.weight[token] for token in tokens]
     for block in model.blocks:
         attended = naive_attention(block, [naive_norm(row, block.attn_norm.weight) for row in rows], positions)
         rows = [row + more for row, more in zip(rows, attended, strict=True)]
@@ -120,16 +121,18 @@ def test_the_loss_is_the_sum_over_positions_that_count() -> None:
 
 def test_tied_embeddings_are_one_tensor_that_gathers_both_gradients() -> None:
     model, apart, inputs = make(tied=True), make(), batch()
-    assert model.head.out.weight is model.embed.weight
+    assert model.head.out.weight is model.embed.table.weight
     assert len(list(model.parameters())) == len(list(apart.parameters())) - 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             apart.get_parameter(name).copy_(parameter)
-        apart.head.out.weight.copy_(model.embed.weight)
+        apart.head.out.weight.copy_(model.embed.table.weight)
     for one in (model, apart):
         one(inputs, one.context(inputs)).backward()
-    assert apart.embed.weight.grad is not None
-    torch.testing.assert_close(model.embed.weight.grad, apart.embed.weight.grad + apart.head.out.weight.grad)
+    assert apart.embed.table.weight.grad is not None
+    torch.testing.assert_close(
+        model.embed.table.weight.grad, apart.embed.table.weight.grad + apart.head.out.weight.grad
+    )
 
 
 @pytest.mark.parametrize("restart", [True, False])

@@ -114,12 +114,12 @@ def box_held_by_nobody(patch: pytest.MonkeyPatch) -> None:
 FAULTS: list[tuple[Patch, str]] = [
     (local_token_count, "loss differs"),
     (reduced_twice, "gradient head.out.weight differs"),
-    (never_reduced, "gradient embed.weight is not the same on rank 1"),
+    (never_reduced, "gradient embed.table.weight is not the same on rank 1"),
     (norm_counted_twice, "grad_norm differs"),
-    (stale_weights, "weight embed.weight is not the same on rank 1"),
+    (stale_weights, "weight embed.table.weight is not the same on rank 1"),
     (mask_on_one_rank_only, "loss differs"),
     (micro_batch_forgotten, "gradient blocks.2.ffn.down.weight differs"),
-    (dropout_by_local_number, "gradient embed.weight differs"),
+    (dropout_by_local_number, "gradient embed.table.weight differs"),
     (box_held_by_nobody, "gradient head.norm.weight differs by nan (relative): some of it is held by no rank"),
 ]
 

@@ -109,3 +109,29 @@ def test_evaluation_sums_losses_and_keeps_no_graph() -> None:
     assert found.item() == pytest.approx(expected)
     assert not found.requires_grad
     assert trace.events == ["forward"] * 3
+
+
+class LateWeight(nn.Module):
+    """A weight that reaches the product through a node of its own, which runs after the product's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = self.w * 2
+        return x @ scaled
+
+
+def test_a_stage_whose_input_is_a_leaf_is_done_no_earlier_than_its_weights() -> None:
+    """A leaf's gradient is accumulated before anything else: what a pipeline receives is one."""
+    module, events = nn.Sequential(LateWeight(), LateWeight()), []
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+    task = PlainTask(module, lambda output, _: output.sum())
+    handlers = Handlers(lambda unit, _: events.append(f"done {unit}"), lambda _: None, lambda: None, lambda: None)
+    executor = Executor(task, {0: Stage(tuple(enumerate(module)))}, handlers)
+    received = {"inputs": torch.ones(2, 3, requires_grad=True)}
+    executor.train(accumulate(1), [received], lambda batch: batch, lambda: torch.ones(()))
+    assert events == ["1.w", "done 1", "0.w", "done 0"]
+    assert received["inputs"].grad is not None

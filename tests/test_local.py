@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shoal.config import Model
-from shoal.holdings import Held, buffer_holdings, hold, materialise
+from shoal.local import LocalParameter, Place, buffer_fragments, lay_out, materialise
 from shoal.mesh import Grid
 from shoal.model.decoder import Decoder
 from shoal.model.roles import Role
@@ -23,10 +23,15 @@ def decoder(tied: bool) -> Decoder:
         return Decoder(Model(layers=2, hidden=8, heads=2, kv_heads=1, ffn=6, vocab=10, tied=tied))
 
 
-def held_by(model: Decoder) -> dict[str, Held]:
-    found = hold(model, model.layers(), model.roles, place, GRID, {"dp": 1})
+def held_by(model: Decoder) -> dict[str, LocalParameter]:
+    found = lay_out(model, model.layers(), model.roles, place, GRID, {"dp": 1})
     assert len({one.name for one in found}) == len(found)
     return {one.name: one for one in found}
+
+
+def made(model: Decoder, where: Place = place, rank: int = 0) -> dict[str, LocalParameter]:
+    laid_out = lay_out(model, model.layers(), model.roles, where, GRID, {"dp": rank})
+    return {one.name: one for one in materialise(model, laid_out, 3, CPU)}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -34,10 +39,10 @@ def test_every_parameter_is_held_once_under_the_unit_that_completes_it(tied: boo
     held = held_by(decoder(tied))
     units = {name: one.unit for name, one in held.items()}
     assert {name for name in units if name.startswith("blocks.1.")} == {n for n, unit in units.items() if unit == 2}
-    assert units["embed.weight"] == 0, "a tied weight is complete only when backward has reached the embedding"
+    assert units["embed.table.weight"] == 0, "a tied weight is complete only when backward has reached the embedding"
     assert units["head.norm.weight"] == 3
     assert ("head.out.weight" in units) != tied
-    assert all(one.holders[0].sum == (0, 1) for one in held.values())
+    assert all(one.holders[0].summing == (0, 1) for one in held.values())
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
@@ -49,9 +54,9 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 
 def test_a_fused_parameter_yields_a_view_for_each_logical_weight() -> None:
     model = decoder(False)
-    materialise(model, model.roles, place, {"dp": 0}, 3, CPU)
-    fused = held_by(model)["blocks.0.attn.qkv.weight"]
-    parts = fused.holdings("weight", fused.parameter.detach())
+    fused = made(model)["blocks.0.attn.qkv.weight"]
+    assert fused.parameter is model.blocks[0].attn.qkv.weight
+    parts = fused.fragments("weight", fused.parameter.detach())
     assert [(h.piece.name, tuple(h.tensor.shape)) for h in parts] == [
         ("blocks.0.attn.q.weight", (8, 8)),
         ("blocks.0.attn.k.weight", (4, 8)),
@@ -69,10 +74,10 @@ def test_materialising_fills_what_is_on_meta_and_keeps_the_rest(tied: bool) -> N
     model.head.norm.weight.data.fill_(5.0)
     mine = model.head.norm.weight
     model.blocks[1].ffn.down.weight.requires_grad_(False)
-    materialise(model, model.roles, place, {"dp": 0}, 3, CPU)
+    made(model)
     assert not any(p.is_meta for p in model.parameters())
-    assert (model.head.out.weight is model.embed.weight) == tied
-    assert model.embed.weight.dtype == torch.float64
+    assert (model.head.out.weight is model.embed.table.weight) == tied
+    assert model.embed.table.weight.dtype == torch.float64
     assert model.head.norm.weight is mine
     assert mine.eq(5).all()
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["blocks.1.ffn.down.weight"]
@@ -95,9 +100,12 @@ def test_each_rank_makes_only_its_part_of_the_same_weights() -> None:
     whole, *halves = (decoder(False) for _ in range(3))
     for model in (whole, *halves):
         model.roles = {}  # no fused parts: rows are then numbered through each matrix
-    materialise(whole, {}, place, {"dp": 0}, 3, CPU)
+    made(whole)
     for rank, half in enumerate(halves):
-        materialise(half, {}, by_rows, {"dp": rank}, 3, CPU)
+        for one in made(half, by_rows, rank).values():
+            (piece,) = one.placement.pieces
+            assert piece.shape == dict(whole.named_parameters())[one.name].shape, "the logical shape, not the local"
+            assert one.holders[0].copies == ((rank,) if len(piece.shape) > 1 else (0, 1))
     for (name, full), (_, low), (_, high) in zip(*(m.named_parameters() for m in (whole, *halves)), strict=True):
         both = torch.cat([low, high]) if full.ndim > 1 else low
         assert torch.equal(full, both), name
@@ -111,7 +119,7 @@ def test_buffers_that_belong_in_a_checkpoint_are_held_whole_and_as_views() -> No
             self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
     module = nn.Sequential(nn.BatchNorm1d(3), Leaf())
-    found = {h.piece.name: h for h in buffer_holdings(module, range(2))}
+    found = {h.piece.name: h for h in buffer_fragments(module, range(2))}
     assert set(found) == {"0.running_mean", "0.running_var", "0.num_batches_tracked", "1.mean"}
     assert all(h.copies == (0, 1) for h in found.values())
     found["1.mean"].tensor.fill_(4.0)

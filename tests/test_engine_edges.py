@@ -1,0 +1,132 @@
+"""What a user's module and batch may do to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.world import World
+from shoal.config import Optimizer
+from shoal.engine import Engine
+from shoal.errors import Diverged
+from shoal.layout import Layout
+from shoal.train.pool import Pool
+
+SGD = Optimizer(name="sgd", lr=1.0, weight_decay=0.0, clip=0)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Pool]:
+    with Pool(2) as pool:
+        yield pool
+
+
+def summed(output: Tensor, batch: Any) -> Tensor:
+    return output.sum()
+
+
+def weighted(output: Tensor, batch: Any) -> Tensor:
+    return (output[:, 0] * batch["weights"]).sum()
+
+
+def one_weight() -> nn.Module:
+    module = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(module.weight)
+    return module
+
+
+@pytest.mark.parametrize("scale", [0.05, 1.0, 40.0])
+def test_the_mean_is_over_the_weights_however_small(scale: float) -> None:
+    engine = Engine(one_weight(), Layout(mb=2), optimizer=SGD, loss=weighted, weight=lambda b: b["weights"].sum())
+    inputs = torch.tensor([[1.0], [2.0], [3.0], [6.0]], dtype=torch.float64)
+    result = engine.step({"inputs": inputs, "weights": torch.full((4,), scale, dtype=torch.float64)})
+    assert result.grad_norm == pytest.approx(3.0, rel=1e-12)
+    assert result.weight == pytest.approx(4 * scale)
+
+
+def test_a_step_in_which_nothing_counts_changes_nothing() -> None:
+    module = one_weight()
+    engine = Engine(module, Layout(), optimizer=SGD, loss=weighted, weight=lambda b: b["weights"].sum())
+    batch = {"inputs": torch.ones(2, 1, dtype=torch.float64), "weights": torch.zeros(2, dtype=torch.float64)}
+    result = engine.step(batch)
+    assert (result.loss, result.grad_norm, result.weight) == (0.0, 0.0, 0.0)
+    assert module.weight.item() == 0.0
+
+
+def diverge(world: World) -> tuple[str, float]:
+    module = one_weight()
+    engine = Engine(module, Layout(dp=2), optimizer=SGD, loss=summed, world=world)
+    poisoned = float("inf") if world.rank == 1 else 1.0
+    with pytest.raises(Diverged) as caught:
+        engine.step({"inputs": torch.full((2, 1), poisoned, dtype=torch.float64)})
+    return str(caught.value), module.weight.item()
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_before_the_update(workers: Pool) -> None:
+    for text, weight in workers.run(diverge):
+        assert "step 1: the gradient norm is inf" in text
+        assert weight == 0.0
+
+
+class Scaled(nn.Module):
+    """A buffer that is in no checkpoint and yet decides what is computed; a frozen batch norm; a complex buffer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.register_buffer("features", torch.randn(1, 3), persistent=False)
+        self.register_buffer("phase", torch.tensor([1 + 2j, 3 - 1j]))
+        self.norm = nn.BatchNorm1d(3)
+        self.out = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(x @ self.features))
+
+
+def states(world: World) -> dict[str, Any]:
+    module = Scaled(seed=world.rank)
+    module.norm.eval()
+    engine = Engine(module, Layout(dp=2), optimizer=SGD, loss=summed, world=world)
+    batch = {"inputs": torch.randn(4, 1)}
+    before = engine.evaluate(batch)
+    engine.step(batch)
+    modes = {name: one.training for name, one in module.named_modules()}
+    return {
+        "features": module.features.tolist(),
+        "phase": module.phase.tolist(),
+        "mean": module.norm.running_mean.abs().max().item(),
+        "modes": modes,
+        "evaluated": before,
+    }
+
+
+def test_buffers_start_equal_and_a_users_modes_stay(workers: Pool) -> None:
+    first, second = workers.run(states)
+    assert first == second
+    assert first["phase"] == [1 + 2j, 3 - 1j]
+    assert first["mean"] == 0.0, "a batch norm that the user froze does not move"
+    assert first["modes"] == {"": True, "norm": False, "out": True}
+
+
+class Shouting(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 100
+
+
+def test_a_sequential_with_a_forward_of_its_own_is_one_layer() -> None:
+    module = Shouting(one_weight())
+    nn.init.ones_(module[0].weight)
+    engine = Engine(module, Layout(), optimizer=SGD, loss=summed)
+    assert engine.evaluate({"inputs": torch.ones(1, 1, dtype=torch.float64)}) == (100.0, 1.0)
+
+
+def test_a_layer_that_occurs_twice_runs_twice() -> None:
+    layer = one_weight()
+    nn.init.constant_(layer.weight, 3.0)
+    engine = Engine(nn.Sequential(layer, layer), Layout(), optimizer=SGD, loss=summed)
+    result = engine.step({"inputs": torch.ones(1, 1, dtype=torch.float64)})
+    assert (result.loss, result.grad_norm) == (9.0, 6.0)
