@@ -246,7 +246,7 @@ def _read(run: Path, layout: str | None, overrides: Sequence[str] | None) -> tup
     plan = Layout.parse(layout)
     if "dtype" in config.layout and "dtype" not in layout:
         plan = Layout.parse(f"{layout},dtype={config.layout['dtype']}")
-    return config, plan
+    return config.model_copy(update={"layout": plan.table()}), plan
 
 
 def _fewest(plan: Layout) -> int:

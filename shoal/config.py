@@ -184,7 +184,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError):
+    except PermissionError:
+        raise ConfigError(f"run file {path}: it cannot be read; check its permissions") from None
+    except OSError:
         raise ConfigError(
             f"run file {path}: there is no such file; runs/quickstart.toml is one to begin with"
         ) from None

@@ -56,7 +56,8 @@ class Batches:
         self._order = Order(windows, validation, seed)
         if split == "validation" and self._order.n_validation == 0:
             problem = f"keeps none of the {windows} windows for validation"
-            raise DataError(setting("data.validation", validation, problem, f"at least {1 / windows:.2g}"))
+            legal = f"use at least {0.51 / windows:.2g}, or 0" if windows > 1 else "use 0, or more text"
+            raise DataError(setting("data.validation", validation, problem, legal))
         self.store = store
         self._seq_len, self._batch = seq_len, batch
         self._split, self._documents = split, documents

@@ -80,7 +80,7 @@ def write_store(path: Path, *, tokenizer: Path, vocab: int, eod: int, overwrite:
 def check_free(path: Path, *, overwrite: bool) -> None:
     """Raise DataError when a store cannot be put at ``path``: worth asking before hours of work."""
     if path.exists() and not overwrite:
-        raise DataError(f"{path}: exists already; name another folder, or ask to overwrite it")
+        raise DataError(f"{path}: exists already; name another folder, or replace it with --overwrite")
     if path.exists() and not (path / "meta.json").is_file():
         raise DataError(f"{path}: exists and is no token store; name another folder, this one is left alone")
 

@@ -145,6 +145,10 @@ class Layout:
         """The canonical line, defaults left out; ``Layout.parse`` reads it back to an equal value."""
         return layout_text.line(self)
 
+    def table(self) -> dict[str, str | bool]:
+        """The keys of a run file's ``[layout]``, defaults left out; ``from_table`` reads them back."""
+        return layout_text.table(self)
+
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """Mesh axes and their sizes, outermost first: ranks count with tp fastest, then cp, then dp, then pp.

@@ -223,10 +223,15 @@ def _malformed(key: str, value: object) -> LayoutError:
 
 def line(layout: Layout) -> str:
     """The canonical line: keys in one order, defaults left out, ``dp=1`` for the default layout."""
+    return ",".join(key if value is True else f"{key}={value}" for key, value in table(layout).items()) or "dp=1"
+
+
+def table(layout: Layout) -> dict[str, str | bool]:
+    """The keys and values of the canonical line, as they stand in a run file."""
     default = type(layout)()
     values = {key: value_text(layout, key) for key in _KEYS if key != "auto"}
-    items = [f"{key}={value}" for key, value in values.items() if value != value_text(default, key)]
-    return ",".join([*items, *(["auto"] if layout.auto else [])]) or "dp=1"
+    items: dict[str, str | bool] = {key: value for key, value in values.items() if value != value_text(default, key)}
+    return {**items, "auto": True} if layout.auto else items
 
 
 def value_text(layout: Layout, key: str) -> str:

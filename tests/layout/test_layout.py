@@ -263,3 +263,8 @@ def test_the_table_of_what_is_built_names_only_kinds_of_the_grammar() -> None:
     }
     for key, those in layout_module.BUILT.items():
         assert set(those) <= set(known[key])
+
+
+def test_a_table_reads_back_as_the_layout() -> None:
+    for text in ("dp=1", "dp=2,tp=4:2d{form=loop},zero=1,mb=3,dtype=bf16", "auto"):
+        assert Layout.from_table(Layout.parse(text).table()) == Layout.parse(text)
