@@ -140,6 +140,7 @@ class Engine:
 
         context = partial(self.task.context, seed=self.seed, step=self.steps_done, train=True)
         loss = self._executor.train(self.program, batches, context, scale).double()
+        agreed.wait()  # a rank without a gradient of its own has not asked for the scale
         all_reduce(loss, self._replicas, "loss")
         average((buffer for _, buffer in persistent_buffers(self.task.module)), self._replicas)
         self.steps_done += 1

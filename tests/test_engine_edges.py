@@ -130,3 +130,25 @@ def test_a_layer_that_occurs_twice_runs_twice() -> None:
     engine = Engine(nn.Sequential(layer, layer), Layout(), optimizer=SGD, loss=summed)
     result = engine.step({"inputs": torch.ones(1, 1, dtype=torch.float64)})
     assert (result.loss, result.grad_norm) == (9.0, 6.0)
+
+
+class Sometimes(nn.Module):
+    """Uses its weight for positive inputs only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight if (x > 0).any() else x
+
+
+def half_of_the_ranks(world: World) -> tuple[float, float, float]:
+    module = Sometimes()
+    engine = Engine(module, Layout(dp=2), optimizer=SGD, loss=summed, world=world)
+    result = engine.step({"inputs": torch.full((2, 1), 3.0 if world.rank else -3.0, dtype=torch.float64)})
+    return result.loss, result.grad_norm, result.weight
+
+
+def test_a_rank_whose_loss_depends_on_no_parameter_takes_part(workers: Pool) -> None:
+    assert workers.run(half_of_the_ranks) == [(-1.5, 1.5, 4.0)] * 2
