@@ -103,9 +103,12 @@ def verify(
     from shoal.train.verify import verify as compare
 
     plan = fit(config, plan, _fewest(plan))
+    _announce(config, json)
     with _progress(quiet=json) as progress:
         prepare_data(config, progress)
     if not json:
+        if plan.ranks == plan.mb == 1:
+            console.print("this layout is one process itself; name one to compare with --layout, such as dp=4,mb=2")
         console.print(
             f"[bold]{escape(str(plan))}[/] beside one process: {steps} steps, labels masked unequally, {plan.dtype}"
         )
@@ -130,6 +133,7 @@ def data(
     ] = None,
     separator: Annotated[str | None, typer.Option(help="what stands between documents of a text file")] = None,
     field: Annotated[str, typer.Option(help="the field of a JSONL object that holds the text")] = "text",
+    end_of_document: Annotated[str, typer.Option(help="the token that ends a document")] = "<|endoftext|>",
     workers: Annotated[int | None, typer.Option(help="processes; default: one a CPU", min=1)] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a store that is there")] = False,
     json: JsonOption = False,
@@ -150,6 +154,7 @@ def data(
             vocab=train_vocab,
             separator=separator,
             field=field,
+            end_of_document=end_of_document,
             workers=workers,
             overwrite=overwrite,
             progress=progress,
@@ -241,6 +246,12 @@ def _tell(error: ShoalError) -> None:
 def _read(run: Path, layout: str | None, overrides: Sequence[str] | None) -> tuple[Config, Layout]:
     """The run file, and the layout: the file's, or the one given, which keeps the file's dtype unless it names one."""
     config = configuration.load(run, overrides or ())
+    if any(
+        not text.startswith(("run.name", "run.folder")) for text in (*(overrides or ()), *([layout] if layout else []))
+    ):
+        # What the file promises, it promises of itself as it stands.
+        promises = {"expected_loss": None, "expected_minutes": None}
+        config = config.model_copy(update={"run": config.run.model_copy(update=promises)})
     if layout is None:
         return config, config.plan()
     plan = Layout.parse(layout)
@@ -260,12 +271,20 @@ def _ready(config: Config, fresh: bool, json: bool) -> Iterator[None]:
     from shoal.train.folder import occupy
     from shoal.train.prepare import prepare
 
+    _announce(config, json)
     with _progress(quiet=json) as progress:
         prepare(config, progress, fresh=fresh)
     with occupy(config, fresh=fresh) as aside:
         if aside is not None and not json:
             console.print(f"the earlier run is now {escape(str(aside))}")
         yield
+
+
+def _announce(config: Config, json: bool) -> None:
+    """Say that a token store will be made, and from what: a path that was mistyped shows here."""
+    data = config.data
+    if data.source == "tokens" and data.path and data.text and not data.path.exists() and not json:
+        console.print(f"making {escape(str(data.path))}, which is missing, from {escape(str(data.text))}")
 
 
 def _watch(config: Config, json: bool) -> Sequence[Sink]:
@@ -297,3 +316,7 @@ def _nothing() -> Iterator[Any]:
 
 
 __all__ = ["app", "main"]
+
+
+if __name__ == "__main__":
+    main()

@@ -108,8 +108,6 @@ class Engine:
         self._replicas = self.mesh.over("dp")
         self.buckets = build_buckets(trained, state_names(self.optimizer))
         self._copy_from_first()
-        for one in trained:
-            one.parameter.grad = None  # what a user left there is no gradient of this training
         self._norm_group = self._fewest_for_the_norm()
         self._squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
         self._sync = AllReduce(self.buckets, self.mesh.group, self._square)
@@ -131,6 +129,9 @@ class Engine:
         They are divided over the layout's micro-batches in order; :class:`LayoutError` when they cannot be.
         """
         batches = self._micro_batches(batch)
+        self._check_frozen()
+        self._sync.begin()
+        self._squares.zero_()
         weight = self._weight(batches)
         agreed = start_all_reduce(weight, self._replicas, "weight")
 
@@ -139,7 +140,8 @@ class Engine:
             return torch.where(weight > 0, 1.0 / weight, 0.0)
 
         context = partial(self.task.context, seed=self.seed, step=self.steps_done, train=True)
-        loss = self._executor.train(self.program, batches, context, scale).double()
+        with torch.enable_grad():
+            loss = self._executor.train(self.program, batches, context, scale).double()
         agreed.wait()  # a rank without a gradient of its own has not asked for the scale
         all_reduce(loss, self._replicas, "loss")
         average((buffer for _, buffer in persistent_buffers(self.task.module)), self._replicas)
@@ -180,9 +182,12 @@ class Engine:
         self.drain()
         wanted = [one for one in self.fragments() if states or one.kind == "weight"]
         step, meta = checkpoint.load(path, wanted, self.world)
-        if states:
-            self.steps_done = step
-            self._updater.set_steps(step)
+        if not states:
+            for bucket in self.buckets:
+                for flat in bucket.states.values():
+                    flat.zero_()
+        self.steps_done = step if states else 0
+        self._updater.set_steps(self.steps_done)
         return meta
 
     def fragments(self) -> list[Fragment]:
@@ -216,7 +221,6 @@ class Engine:
         self._sync.finish()
         self.on_gradients()
         self._grad_norm = global_norm(self._squares, self._norm_group)
-        self._squares.zero_()
 
     def _update(self) -> None:
         for bucket in self.buckets:
@@ -229,6 +233,18 @@ class Engine:
         factor = clip_factor(self._grad_norm, self.optimizer.clip)
         self._lr = self._updater.update(self.rate(self.steps_done), factor)
 
+    def _check_frozen(self) -> None:
+        """Which parameters train was settled when the layout was applied."""
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                if not slot.held.parameter.requires_grad:
+                    raise ConfigError(
+                        f"Engine: {slot.held.name} was frozen after the engine was made; freeze it before"
+                    )
+        for one in self._frozen:
+            if one.parameter.requires_grad:
+                raise ConfigError(f"Engine: {one.name} was unfrozen after the engine was made; unfreeze it before")
+
     def _fewest_for_the_norm(self) -> Group:
         """The ranks that must add up to know the norm: this one alone, if every rank holds every gradient."""
         everything = all(len(who.copies) == self.world.size for bucket in self.buckets for _, _, who in bucket.ranges)
@@ -237,12 +253,17 @@ class Engine:
         return self.mesh.over() if agreed.item() else self.world.everyone
 
     def _weight(self, batches: list[dict[str, Tensor]]) -> Tensor:
-        weights = (self.task.weight(one) for one in batches)
+        weights = [torch.as_tensor(self.task.weight(one)) for one in batches]
         return torch.stack([weight.to(self.world.device, torch.float64) for weight in weights]).sum()
 
     def _micro_batches(self, batch: Batch) -> list[dict[str, Tensor]]:
         """The batch, on this rank's device, divided over the micro-batches."""
-        samples, count = len(next(iter(batch.values()))), self.layout.mb
+        sizes = {name: len(tensor) if tensor.ndim else 0 for name, tensor in batch.items()}
+        if len(set(sizes.values())) != 1:
+            raise ConfigError(
+                f"Engine: the tensors of a batch must have one number of samples in dim 0; they have {sizes}"
+            )
+        samples, count = next(iter(sizes.values())), self.layout.mb
         if samples == 0 or samples % count:
             raise LayoutError(
                 setting("layout.mb", count, f"does not divide the {samples} samples of this rank",
@@ -259,8 +280,7 @@ class Engine:
         for bucket in self.buckets:
             for start, stop, who in bucket.ranges:
                 broadcast(bucket.params[start:stop], self.mesh.group(who.copies), "start")
-        for one in self._frozen:
-            broadcast(one.parameter.data, self.mesh.group(one.holders[0].copies), "start")
+        copy_from_first((one.parameter.data for one in self._frozen), self._replicas)
         copy_from_first(self.task.module.buffers(), self._replicas)
 
 

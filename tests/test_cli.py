@@ -295,3 +295,9 @@ def test_wrong_use_exits_with_2(shoal: Shoal, arguments: list[str]) -> None:
 def test_a_command_that_needs_no_torch_does_not_wait_for_it() -> None:
     code = "import sys; from shoal import cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_module_is_the_command_too() -> None:
+    """What a launcher is given: ``-m shoal.cli``."""
+    told = subprocess.run([sys.executable, "-m", "shoal.cli", "--help"], capture_output=True, text=True, check=True)
+    assert "verify" in told.stdout

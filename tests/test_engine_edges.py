@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from shoal.comm.world import World
 from shoal.config import Optimizer
 from shoal.engine import Engine
-from shoal.errors import Diverged
+from shoal.errors import ConfigError, Diverged
 from shoal.layout import Layout
 from shoal.train.pool import Pool
 
@@ -152,3 +153,51 @@ def half_of_the_ranks(world: World) -> tuple[float, float, float]:
 
 def test_a_rank_whose_loss_depends_on_no_parameter_takes_part(workers: Pool) -> None:
     assert workers.run(half_of_the_ranks) == [(-1.5, 1.5, 4.0)] * 2
+
+
+def failing(output: Tensor, batch: Any) -> Tensor:
+    if (batch["inputs"] == 13).any():
+        raise ValueError("unlucky")
+    return output.sum()
+
+
+def test_a_step_that_failed_half_way_leaves_nothing_in_the_next() -> None:
+    engine, clean = (Engine(one_weight(), Layout(mb=2), optimizer=SGD, loss=failing) for _ in range(2))
+    with pytest.raises(ValueError, match="unlucky"):
+        engine.step({"inputs": torch.tensor([[5.0], [13.0]], dtype=torch.float64)})
+    good = {"inputs": torch.tensor([[1.0], [2.0]], dtype=torch.float64)}
+    assert engine.step(good) == clean.step(good)
+
+
+def test_gradients_of_the_users_own_backward_do_not_enter_a_step() -> None:
+    module = one_weight()
+    engine = Engine(module, Layout(), optimizer=SGD, loss=summed)
+    module(torch.full((1, 1), 50.0, dtype=torch.float64)).sum().backward()
+    with torch.no_grad():
+        assert engine.step({"inputs": torch.ones(1, 1, dtype=torch.float64)}).grad_norm == 1.0
+
+
+def test_a_parameter_frozen_after_the_engine_was_made_is_refused() -> None:
+    module = one_weight()
+    engine = Engine(module, Layout(), optimizer=SGD, loss=summed)
+    module.weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match="weight was frozen after the engine was made"):
+        engine.step({"inputs": torch.ones(1, 1, dtype=torch.float64)})
+
+
+def test_tensors_of_a_batch_must_agree_on_its_samples() -> None:
+    engine = Engine(one_weight(), Layout(), optimizer=SGD, loss=summed)
+    with pytest.raises(ConfigError, match=r"'inputs': 8, 'labels': 16"):
+        engine.step({"inputs": torch.ones(8, 1, dtype=torch.float64), "labels": torch.ones(16)})
+
+
+def test_loading_weights_alone_starts_afresh(tmp_path: Path) -> None:
+    momentum = Optimizer(name="sgd", lr=0.1, momentum=0.9, weight_decay=0.0, clip=0)
+    batch = {"inputs": torch.ones(1, 1, dtype=torch.float64)}
+    used, fresh = (Engine(one_weight(), Layout(), optimizer=momentum, loss=summed) for _ in range(2))
+    path = used.save(tmp_path)
+    for _ in range(3):
+        used.step(batch)
+    used.load(path, states=False)
+    assert used.step(batch) == fresh.step(batch)
+    assert used.task.module.weight.item() == fresh.task.module.weight.item()

@@ -139,7 +139,7 @@ def _by_step(folder: Path) -> list[Path]:
     with suppress(OSError):
         for path in folder.iterdir():
             name = path.name.removesuffix(_OLD)
-            if _STEP.fullmatch(name) and path.is_dir():
+            if _STEP.fullmatch(name) and (path / MANIFEST).is_file():  # what somebody else put here is not ours
                 found.append((int(name.removeprefix("step-")), path.name == name, path))
     return [path for *_, path in sorted(found, reverse=True)]
 

@@ -8,7 +8,7 @@ and die with it, so every one of them has the run's time-out and a name, and a f
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.heap import keep_freed_memory
 from shoal.comm.ledger import Ledger
+from shoal.comm.process import keep_freed_memory
 from shoal.errors import ConfigError, setting
 
 TIMEOUT_S = 600.0
@@ -31,16 +31,25 @@ groups up in a table of theirs."""
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks that communicate. ``axis`` names the mesh axes they span; one rank alone has no handle."""
+    """Some ranks that communicate. ``axis`` names the mesh axes they span."""
 
     ranks: tuple[int, ...]
     axis: str
     ledger: Ledger = field(repr=False, compare=False)
-    handle: Handle | None = field(default=None, repr=False, compare=False)
+    handles: Mapping[tuple[int, ...], Handle] = field(repr=False, compare=False)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def handle(self) -> Handle | None:
+        """None for one rank alone. The world keeps it: what still refers to a group when the world has closed does not
+        keep its threads alive."""
+        if self.size == 1:
+            return None
+        assert self.ranks in self.handles, f"the group {self.ranks} is used after its world was closed"
+        return self.handles[self.ranks]
 
 
 class World:
@@ -64,8 +73,9 @@ class World:
         self.device = device or torch.device("cpu")
         self.ledger = Ledger()
         self._timeout = timedelta(seconds=timeout_s)
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._handles: dict[tuple[int, ...], Handle] = {}
         self._store: dist.Store | None = None
+        self._heard = 0
         if size > 1:
             assert store is not None, "several ranks need a store to meet at"
             # A prefix of its own per start: ranks restarted on a kept store would read their dead peers' addresses.
@@ -80,8 +90,7 @@ class World:
             )
             # A rank that left at once would cut off peers that are still connecting.
             dist.barrier()
-            everyone = tuple(range(size))
-            self._groups[everyone] = Group(everyone, "world", self.ledger, dist.group.WORLD)
+            self._handles[tuple(range(size))] = dist.group.WORLD
 
     @property
     def everyone(self) -> Group:
@@ -92,10 +101,9 @@ class World:
         """The group over ``ranks`` (ascending, this rank among them), made at the first call by all its members."""
         assert self.rank in ranks, f"rank {self.rank} is not in {ranks}"
         assert list(ranks) == sorted(set(ranks)), f"ranks must ascend: {ranks}"
-        if (known := self._groups.get(ranks)) is None:
-            handle = self._connect(ranks) if len(ranks) > 1 else None
-            known = self._groups[ranks] = Group(ranks, axis, self.ledger, handle)
-        return Group(ranks, axis, self.ledger, known.handle) if known.axis != axis else known
+        if len(ranks) > 1 and ranks not in self._handles:
+            self._handles[ranks] = self._connect(ranks)
+        return Group(ranks, axis, self.ledger, self._handles)
 
     def open_groups(self, wanted: Iterable[tuple[tuple[int, ...], str]]) -> None:
         """Make several groups, in one order on all ranks, so that overlapping groups cannot wait for each other."""
@@ -119,14 +127,27 @@ class World:
         handle.barrier().wait()
         return handle
 
+    def hear_first(self, said: str = "") -> str:
+        """What the first rank says, ``said`` there; the others wait for it however long that takes. A collective would
+        fail at the run's time-out."""
+        if self._store is None:
+            return said
+        self._heard += 1
+        key = f"said/{self._heard}"
+        if self.rank == 0:
+            self._store.set(key, said)
+            return said
+        self._store.wait([key], timedelta(days=7))
+        return bytes(self._store.get(key)).decode()
+
     def close(self) -> None:
         """Destroy every group. A second call does nothing."""
         if self._store is not None:
             self._store = None
-            for group in self._groups.values():
-                if group.handle is not None and group.handle is not dist.group.WORLD:
-                    group.handle.shutdown()
-            self._groups.clear()
+            for handle in self._handles.values():
+                if handle is not dist.group.WORLD:
+                    handle.shutdown()
+            self._handles.clear()
             dist.destroy_process_group()
 
     def __enter__(self) -> World:

@@ -168,4 +168,4 @@ def _to_torch(tokens: _Ints, labels: _Ints, numbers: _Ints, opens: NDArray[np.bo
         arrays["positions"] = place_bT - np.maximum.accumulate(np.where(opens, place_bT, 0), axis=1)
         documents = np.cumsum(opens, axis=1, dtype=np.int64)
         arrays["documents"] = documents - documents[:, :1]
-    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}

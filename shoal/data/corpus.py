@@ -49,7 +49,7 @@ class Corpus:
             files = [path]
         elif path.is_dir():
             files = sorted(
-                (file for file in path.rglob("*") if file.suffix in (".txt", ".jsonl") and file.is_file()),
+                (file for file in path.rglob("*") if file.suffix.lower() in (".txt", ".jsonl") and file.is_file()),
                 key=lambda file: file.relative_to(path).parts,
             )
         else:
@@ -71,7 +71,7 @@ class Corpus:
         """
         before = 0
         for file in self.files:
-            is_jsonl = file.suffix == ".jsonl"
+            is_jsonl = file.suffix.lower() == ".jsonl"
             cuts = _jsonl(file, self.field, limit) if is_jsonl else _text(file, self.separator, limit)
             for text, ends, read in cuts:
                 yield Piece(text, ends, before + read)
@@ -135,7 +135,7 @@ def _document(line: bytes, field: str, where: str) -> str:
     except json.JSONDecodeError as error:
         problem = f"{error.msg} at character {error.pos + 1}"
         raise DataError(f"{where}: not JSON ({problem}); each line must be one object") from None
-    except (UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: cannot be read ({error}); each line must be one JSON object in UTF-8") from None
     if not isinstance(record, dict):
         raise DataError(f"{where}: {type(record).__name__} instead of an object with a field '{field}'")

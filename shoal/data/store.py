@@ -123,7 +123,10 @@ class TokenStore:
         entries = self.vocab
         if entries is None:
             step = _CHUNK // self.tokens.itemsize
-            entries = 1 + max(int(self.tokens[at : at + step].max()) for at in range(0, len(self), step))
+            parts = [self.tokens[at : at + step] for at in range(0, len(self), step)]
+            if (lowest := min(int(part.min()) for part in parts)) < 0:
+                raise DataError(f"{self.path}: holds the token {lowest}; tokens are 0 and more")
+            entries = 1 + max(int(part.max()) for part in parts)
         if entries > model_vocab:
             problem = f"the tokens of {self.path} need {entries} entries"
             raise DataError(setting("model.vocab", model_vocab, problem, f"at least {entries}"))

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from shoal.comm.process import die_with
 from shoal.data.corpus import Corpus, Piece
 from shoal.data.store import Progress, TokenStore
 from shoal.data.store_writer import check_free, write_store
@@ -162,7 +163,7 @@ def _map_in_order(
         return
     pending: deque[Future[_Encoded]] = deque()
     # Spawned, not forked: the threads that torch and the tokenizer may have started do not survive a fork.
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start, initargs=(os.getpid(),)) as pool:
         try:
             for task in tasks:
                 pending.append(pool.submit(work, task))
@@ -177,8 +178,9 @@ def _map_in_order(
                 future.cancel()
 
 
-def _one_thread() -> None:
+def _start(parent: int) -> None:
     """In a worker: the processes are the parallelism, threads within each would only contend."""
+    die_with(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 

@@ -59,6 +59,17 @@ class AllReduce:
         self._sent = 0
         self._pending: list[tuple[Bucket, list[Pending]]] = []
 
+    def begin(self) -> None:
+        """Start a step: nothing has entered, whatever a step that failed half-way has left."""
+        for pending in (one for _, under_way in self._pending for one in under_way):
+            pending.wait()
+        self._pending.clear()
+        self._entered.clear()
+        self._units_done.clear()
+        self._sent = 0
+        for main in self._mains:
+            main.held.parameter.grad = None
+
     def unit_done(self, unit: int, final: bool) -> None:
         """A backward pass has completed the gradients of ``unit``: take them in. If no pass will follow (``final``),
         send each bucket whose units all are complete."""
@@ -94,15 +105,12 @@ class AllReduce:
             self._send()
 
     def finish(self) -> None:
-        """Wait until all main gradients are sums over all replicas; the next step then starts afresh."""
+        """Wait until all main gradients are sums over all replicas."""
         for bucket, under_way in self._pending:
             for pending in under_way:
                 pending.wait()
             self._summed(bucket)
         self._pending.clear()
-        self._entered.clear()
-        self._units_done.clear()
-        self._sent = 0
 
     def _send(self) -> None:
         for main in self._of_bucket[self._sent]:

@@ -17,9 +17,9 @@ _REDUCTIONS: tuple[tuple[bool, Reduction], ...] = ((True, "sum"), (False, "max")
 def copy_from_first(buffers: Iterable[Tensor], replicas: Group) -> None:
     """Give every replica the buffers of the first."""
     for buffer in buffers:
-        dense = _real(buffer).contiguous()
-        broadcast(dense, replicas, "start")
-        _real(buffer).copy_(dense)
+        dense = buffer.contiguous().reshape(-1)
+        broadcast(dense.view(torch.uint8), replicas, "start")  # bytes: gloo knows few dtypes
+        buffer.copy_(dense.view_as(buffer))
 
 
 @torch.no_grad()

@@ -90,4 +90,5 @@ class PlainTask:
 def _runs_its_layers(module: nn.Module) -> TypeGuard[nn.Sequential]:
     """Whether calling the module is calling its layers in turn, and nothing else."""
     own = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-    return own and not module._forward_hooks and not module._forward_pre_hooks
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return own and not any(getattr(module, kind) for kind in hooks)

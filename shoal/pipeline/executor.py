@@ -120,7 +120,7 @@ class Executor:
         if x.is_leaf and x.requires_grad:
             x = x.view_as(x)  # see _Watch: the input of the first layer must be older than all that follows
         for unit, layer in self._stages[act.stage].layers:
-            if watch is not None and x.requires_grad:
+            if watch is not None and isinstance(x, Tensor) and x.requires_grad:
                 x.register_hook(partial(watch.input_done, unit))
             x = self._task.apply_layer(layer, x, ctx)
         return self._task.loss(x, ctx)

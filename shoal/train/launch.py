@@ -8,10 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import NoReturn
 
-import torch
-
 from shoal import checkpoint
-from shoal.comm.collectives import broadcast
 from shoal.comm.world import World, init
 from shoal.config import Config
 from shoal.errors import ConfigError, RankFailed, ShoalError, Stopped, setting
@@ -60,11 +57,10 @@ def _on_first_rank(world: World, work: Callable[[], None]) -> None:
             work()
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
             failed = error
-    flag = torch.tensor([failed is not None], dtype=torch.int64, device=world.device)
-    broadcast(flag, world.everyone, "ready")
+    heard = world.hear_first("failed" if failed is not None else "ready")
     if failed is not None:
         raise failed
-    if flag.item():
+    if heard == "failed":
         raise SystemExit(ShoalError.exit_code)
 
 

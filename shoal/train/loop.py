@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shoal import __version__
-from shoal.comm.collectives import all_reduce, barrier
+from shoal.comm.collectives import all_reduce
 from shoal.comm.world import World
 from shoal.config import Config, toml
 from shoal.data.batches import Batch, Batches, batch_hash
@@ -137,7 +137,6 @@ class _Run:
                 self.engine.task, ids, tokens=self.config.run.sample_tokens, known=tokenizer.get_vocab_size()
             )
             self._tell("sample", prompt=prompt, text=tokenizer.decode(list(drawn)))
-        barrier(self.world.everyone)
 
     def _start_values(self) -> dict[str, Any]:
         return {

@@ -117,12 +117,21 @@ def check_packages(config: Config) -> None:
 
 def open_sinks(config: Config, folder: Path) -> list[Sink]:
     """The sinks that a run file asks for."""
-    sinks: list[Sink] = [JsonLines((folder / "metrics.jsonl").open("a", encoding="utf-8"))]
+    sinks: list[Sink] = [JsonLines(_append(folder / "metrics.jsonl"))]
     if config.log.tensorboard:
         sinks.append(Tolerant("TensorBoard", lambda: TensorBoard(folder / "tensorboard")))
     if config.log.wandb:
         sinks.append(Tolerant("Weights & Biases", lambda: WeightsAndBiases(config, folder)))
     return sinks
+
+
+def _append(path: Path) -> TextIO:
+    """Open ``path`` to append lines; a last line that was cut off gets an end of its own."""
+    file = path.open("a+b")
+    if file.tell() and (file.seek(-1, 2), file.read(1))[1] != b"\n":
+        file.write(b"\n")
+    file.close()
+    return path.open("a", encoding="utf-8")
 
 
 def json_line(values: Values) -> str:

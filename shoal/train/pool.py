@@ -7,11 +7,9 @@ sees.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -27,11 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.heap import keep_freed_memory
+from shoal.comm.process import die_with, keep_freed_memory
 from shoal.comm.world import TIMEOUT_S, World, pick_device
 from shoal.errors import RankFailed, ShoalError
 
-_PR_SET_PDEATHSIG = 1
 _GRACE_S = 0.5
 
 
@@ -182,9 +179,9 @@ def _first(failures: Sequence[_Failure]) -> ShoalError:
 
 def _work(pipe: Connection, parents: Sequence[Connection], parent: int, threads: int) -> None:
     """A worker's life: run tasks until the pipe closes. ``parents`` are the parent's ends of pipes, inherited."""
-    _die_with(parent)
+    die_with(parent)
     for end in parents:
-        end.close()  # else the pipe would not close when the parent ends
+        end.close()  # where the kernel does not help, the pipe closes when the parent ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     keep_freed_memory()
@@ -223,12 +220,3 @@ def _run(
     store = dist.FileStore(meeting, ranks) if ranks > 1 else None
     with World(rank, ranks, store, device=pick_device(device, rank), timeout_s=timeout_s) as world:
         return task(world, *arguments)
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process when its parent ends, however that ends (Linux; elsewhere it ends when it next
-    reads from its pipe)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)

@@ -14,7 +14,7 @@ from shoal.data.corpus import Corpus
 from shoal.data.megatron import index_path
 from shoal.data.store import TokenStore
 from shoal.data.store_writer import check_free
-from shoal.data.tokenize import tokenize, train_tokenizer
+from shoal.data.tokenize import END_OF_DOCUMENT, tokenize, train_tokenizer
 from shoal.errors import DataError, setting
 from shoal.train.metrics import check_packages
 from shoal.train.resume import find_start
@@ -65,6 +65,7 @@ def make_store(
     vocab: int | None = None,
     separator: str | None = None,
     field: str = "text",
+    end_of_document: str = END_OF_DOCUMENT,
     workers: int | None = None,
     overwrite: bool = False,
     progress: Progress,
@@ -84,6 +85,7 @@ def make_store(
             corpus,
             tokenizer,
             out,
+            end_of_document=end_of_document,
             workers=workers,
             overwrite=overwrite,
             progress=partial(progress, f"tokenising {text}"),

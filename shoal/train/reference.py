@@ -53,7 +53,8 @@ class PlainTrainer:
         labels, ctx.labels = ctx.labels, None
         assert labels is not None
         logits = self.model(batch, ctx)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        loss = loss / (labels != IGNORED).sum().clamp(min=1)
         self.optimizer.zero_grad(set_to_none=False)
         loss.backward()
         gradients = {name: _grad(p).clone() for name, p in self.model.named_parameters()}

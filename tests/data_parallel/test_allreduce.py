@@ -56,6 +56,7 @@ class Replica:
         self.sync.finish()
         assert self.summed == self.buckets, "each is told once, in order"
         self.summed.clear()
+        self.sync.begin()
         found: dict[str, float] = {}
         for bucket in self.buckets:
             for slot in bucket.slots:
