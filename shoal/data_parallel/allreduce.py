@@ -28,6 +28,12 @@ class Main:
     gradient: Tensor
     bucket: int
 
+    @property
+    def settled(self) -> bool:
+        """Whether the parameter has no gradient outside the buffer."""
+        grad = self.held.parameter.grad
+        return grad is None or grad is self.gradient
+
 
 class AllReduce:
     """Sums the main gradients of ``buckets`` over the ranks that hold the same parameters.
@@ -73,10 +79,11 @@ class AllReduce:
     def unit_done(self, unit: int, final: bool) -> None:
         """A backward pass has completed the gradients of ``unit``: take them in. If no pass will follow (``final``),
         send each bucket whose units all are complete."""
-        mains = [main for main in self._of_unit[unit] if main.held.parameter.grad is not None]
-        self.add(mains, [main.held.parameter.grad for main in mains])  # type: ignore[misc]
-        for main in mains:
-            main.held.parameter.grad = None
+        fresh = [main for main in self._of_unit[unit] if not main.settled]
+        self.add(fresh, [main.held.parameter.grad for main in fresh])  # type: ignore[misc]
+        for main in fresh:
+            # Autograd adds the next micro-batch's gradient in place, while it is in the cache.
+            main.held.parameter.grad = main.gradient
         if final:
             self._units_done.add(unit)
             while self._sent < len(self._buckets) and self._buckets[self._sent].units <= self._units_done:
@@ -100,7 +107,7 @@ class AllReduce:
     def reduce(self) -> None:
         """Every gradient of the step has entered: send what has not been sent."""
         for main in self._mains:
-            assert main.held.parameter.grad is None, f"a gradient of {main.held.name} came after its unit was done"
+            assert main.settled, f"a gradient of {main.held.name} came after its unit was done"
         while self._sent < len(self._buckets):
             self._send()
 

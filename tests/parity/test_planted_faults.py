@@ -83,18 +83,20 @@ def mask_on_one_rank_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def micro_batch_forgotten(patch: pytest.MonkeyPatch) -> None:
-    add = AllReduce.add
-    forgotten = "blocks.2.ffn.down.weight"
+    done = AllReduce.unit_done
+    first: dict[str, torch.Tensor] = {}
 
-    def first_only(self: AllReduce, mains: Any, gradients: Any) -> None:
-        both = [
-            (main, gradient)
-            for main, gradient in zip(mains, gradients, strict=True)
-            if main.held.name != forgotten or forgotten not in self._entered
-        ]
-        add(self, [main for main, _ in both], [gradient for _, gradient in both])
+    def first_only(self: AllReduce, unit: int, final: bool) -> None:
+        for main in self._of_unit[unit]:
+            if main.held.name == "blocks.2.ffn.down.weight":
+                if main.held.name in self._entered:
+                    main.gradient.copy_(first["only"])
+                else:
+                    assert main.held.parameter.grad is not None
+                    first["only"] = main.held.parameter.grad.clone()
+        done(self, unit, final)
 
-    patch.setattr(AllReduce, "add", first_only)
+    patch.setattr(AllReduce, "unit_done", first_only)
 
 
 def dropout_by_local_number(patch: pytest.MonkeyPatch) -> None:
