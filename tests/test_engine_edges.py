@@ -201,3 +201,23 @@ def test_loading_weights_alone_starts_afresh(tmp_path: Path) -> None:
     used.load(path, states=False)
     assert used.step(batch) == fresh.step(batch)
     assert used.task.module.weight.item() == fresh.task.module.weight.item()
+
+
+class Borrows(nn.Module):
+    """Uses the weight of a later layer, of which no list of its parameters tells."""
+
+    def __init__(self, later: nn.Module) -> None:
+        super().__init__()
+        self.later = [later]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.later[0].weight
+
+
+@pytest.mark.parametrize("mb", [1, 2])
+def test_a_gradient_that_comes_after_its_unit_was_done_is_noticed(mb: int) -> None:
+    """Its bucket may be on its way already: it must not be added in silence."""
+    later = one_weight()
+    engine = Engine(nn.Sequential(one_weight(), Borrows(later), later), Layout(mb=mb), optimizer=SGD, loss=summed)
+    with pytest.raises(AssertionError, match="came after its unit was done"):
+        engine.step({"inputs": torch.ones(2, 1, dtype=torch.float64)})

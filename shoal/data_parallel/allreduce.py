@@ -81,9 +81,12 @@ class AllReduce:
         send each bucket whose units all are complete."""
         fresh = [main for main in self._of_unit[unit] if not main.settled]
         self.add(fresh, [main.held.parameter.grad for main in fresh])  # type: ignore[misc]
-        for main in fresh:
-            # Autograd adds the next micro-batch's gradient in place, while it is in the cache.
-            main.held.parameter.grad = main.gradient
+        for main in self._of_unit[unit]:
+            if final:  # what still came would lie outside the buffer, where `reduce` finds it
+                main.held.parameter.grad = None
+            elif main.held.name in self._entered:
+                # Autograd adds the next micro-batch's gradient in place, while it is in the cache.
+                main.held.parameter.grad = main.gradient
         if final:
             self._units_done.add(unit)
             while self._sent < len(self._buckets) and self._buckets[self._sent].units <= self._units_done:
