@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 
@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench import ddp, single
-from bench.pairs import SHOAL, Case, Clocks, Outcome, Ratio, over_ranks, ratio
+from bench import ddp, pipeline, single, tensor, zero
+from bench.check import ALONE, check
+from bench.pairs import CHECKED, SHOAL, Clocks, Contest, Outcome, Ratio, over_ranks, ratio, take_turns
 from bench.realtime import permitted
-from shoal.comm.world import World
+from bench.trainers import Case
 from shoal.config import Model
 from shoal.errors import ShoalError
 from shoal.train.pool import Pool
@@ -29,26 +30,19 @@ SIZES = (
     Case(TEN_MILLION, samples=4, seq_len=32),
     Case(TWENTY_MILLION, samples=8, seq_len=128),
 )
-ACCUMULATION = (1, 4)
+QUICK = Case(TEN_MILLION, samples=4, seq_len=32, pairs=5)
 WIDTH = 132
 """Columns of the table in a file or a pipe, which have no width of their own."""
 
-QUICK = Case(TEN_MILLION, samples=4, seq_len=32, pairs=5)
-
-
-@dataclass(frozen=True)
-class Contest:
-    """What runs: by how many ranks, and against which peers."""
-
-    what: str
-    ranks: int
-    peers: tuple[str, ...]
-    run: Callable[[World, Case, bool], Outcome]
-
-
 CONTESTS = {
-    "single": Contest("one process", 1, single.PEERS, single.run),
-    "ddp": Contest("dp=2", 2, ddp.PEERS, ddp.run),
+    "single": Contest("dp=1", single.PEERS),
+    "ddp": Contest("dp=2", ddp.PEERS),
+    "zero1": Contest("dp=2,zero=1", zero.OPTIMIZER_STATES),
+    "zero2": Contest("dp=2,zero=2", zero.GRADIENTS),
+    "zero3": Contest("dp=2,zero=3", zero.PARAMETERS),
+    "tensor": Contest("tp=2", tensor.PEERS),
+    "gpipe": Contest("pp=2:gpipe", pipeline.GPIPE, mbs=(4, 8)),
+    "1f1b": Contest("pp=2:1f1b", pipeline.ONE_F_ONE_B, mbs=(4, 8)),
 }
 
 
@@ -69,33 +63,52 @@ class Row:
     """Whether no other peer of this contest was faster: the one that Shoal is measured by."""
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """One line of the table of ``--check``."""
+
+    what: str
+    trainer: str
+    size: str
+    loss_difference: float
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what was asked for; 1 when a trainer does other work than its peer."""
+    """Run what was asked for; 1 when a trainer does other work than another."""
     options = _options(arguments)
-    cases = [QUICK] if options.quick else [replace(size, mb=mb) for size in SIZES for mb in ACCUMULATION]
-    if options.pairs:
-        cases = [replace(case, pairs=options.pairs) for case in cases]
-    contests = [CONTESTS[options.only]] if options.only else list(CONTESTS.values())
-    work = [(contest, case) for contest in contests for case in cases]
+    contests = [CONTESTS[name] for name in options.only or CONTESTS]
+    not_built = [contest.line for contest in contests if not contest.built]
     realtime = options.rt and permitted()
     rows: list[Row] = []
+    agreements: list[Agreement] = []
     try:
+        if options.only and not options.check:
+            for contest in contests:
+                contest.layout.check_built()
+        contests = [contest for contest in contests if contest.built or options.check]
+        work = [(contest, case) for contest in contests for case in _cases(contest, options)]
         with Pool(2, threads=1) as pool:
             watched = Console(stderr=True)
             for contest, case in track(work, "measuring", console=watched, disable=not watched.is_terminal):
-                outcomes = pool.run(contest.run, case, realtime, ranks=contest.ranks)
-                rows += _rows(contest, case, outcomes)
+                ranks = contest.layout.ranks
+                if options.check:
+                    agreements += _agreements(contest, case, pool.run(check, contest, case, ranks=ranks))
+                else:
+                    rows += _rows(contest, case, pool.run(take_turns, contest, case, realtime, ranks=ranks))
     except ShoalError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     scheduling = "SCHED_FIFO" if realtime else "ordinary" + (" (SCHED_FIFO is not permitted)" if options.rt else "")
     if options.json:
-        print(json.dumps({"scheduling": scheduling, "rows": [asdict(row) for row in rows]}))
-    else:
-        shown = Console()
-        if not shown.is_terminal:
-            shown.width = WIDTH
-        shown.print(_table(rows, scheduling))
+        found = [asdict(row) for row in agreements or rows]
+        print(json.dumps({"scheduling": scheduling, "not_built": not_built, "rows": found}))
+        return 0
+    shown = Console()
+    if not shown.is_terminal:
+        shown.width = WIDTH
+    shown.print(_agreement_table(agreements) if options.check else _table(rows, scheduling))
+    if not_built:
+        shown.print(f"Shoal does not have these yet: {'  '.join(not_built)}")
     return 0
 
 
@@ -103,17 +116,35 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description="Shoal beside its peers, step by step in the same processes. Ratios are Shoal / peer.",
-        epilog="example: python -m bench --only ddp --quick",
+        epilog="example: python -m bench --only ddp zero3 --quick",
     )
-    parser.add_argument("--only", choices=list(CONTESTS), help="one of the comparisons")
+    parser.add_argument("--only", nargs="+", choices=list(CONTESTS), metavar="NAME", help=f"of {', '.join(CONTESTS)}")
     parser.add_argument("--quick", action="store_true", help="only the smallest size, 5 pairs")
     parser.add_argument("--pairs", type=int, default=0, metavar="N", help="pairs of steps of every size (default: 15)")
+    parser.add_argument("--check", action="store_true", help=f"time nothing; compare losses with {ALONE}")
     parser.add_argument("--rt", action="store_true", help="real-time scheduling where it is permitted")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     options = parser.parse_args(arguments)
     if options.pairs < 0:
         parser.error(f"--pairs = {options.pairs}: must be at least 1; use 15 for a steady median")
     return options
+
+
+def _cases(contest: Contest, options: argparse.Namespace) -> list[Case]:
+    if options.check:
+        return [replace(QUICK, mb=mb) for mb in contest.mbs]
+    if options.quick:
+        cases = [replace(QUICK, mb=contest.mbs[0])]
+    else:
+        cases = [replace(size, mb=mb) for size in SIZES for mb in contest.mbs]
+    return [replace(case, pairs=options.pairs or case.pairs) for case in cases]
+
+
+def _agreements(contest: Contest, case: Case, differences: Sequence[dict[str, float]]) -> list[Agreement]:
+    return [
+        Agreement(contest.what, trainer, str(case), max(rank[trainer] for rank in differences))
+        for trainer in differences[0]
+    ]
 
 
 def _rows(contest: Contest, case: Case, outcomes: Sequence[Outcome]) -> list[Row]:
@@ -158,6 +189,16 @@ def _table(rows: Sequence[Row], scheduling: str) -> Table:
             *ratios,
             f"{row.loss_difference:.0e}",
         )
+    return table
+
+
+def _agreement_table(agreements: Sequence[Agreement]) -> Table:
+    table = Table(title=f"Losses of {CHECKED} steps beside {ALONE}", caption="largest relative difference")
+    for name in ("what", "trainer", "size"):
+        table.add_column(name)
+    table.add_column("losses differ by", justify="right")
+    for one in agreements:
+        table.add_row(one.what, one.trainer, one.size, f"{one.loss_difference:.0e}")
     return table
 
 

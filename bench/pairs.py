@@ -1,7 +1,8 @@
 """Trainers of the same model that take turns, step by step, in the same processes; and what their times say.
 
 A machine's speed drifts by more than the difference between two good trainers. Whatever slows one step slows its
-neighbour too, so each step of Shoal is divided by the peer's step beside it, and the median taken. Losses and gradient
+neighbour too, so each step of Shoal is divided by the peer's step beside it, and the median taken. Who goes first
+alternates, for the second finds the batch in the cache and the processor as the first has left it. Losses and gradient
 norms are compared before anything is timed: a trainer that does other work has no time worth telling.
 """
 
@@ -9,36 +10,25 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from statistics import median
 
-import torch
-from torch import nn
-
 from bench.realtime import scheduling
+from bench.trainers import SEED, Case, Peer, Step, shoal
 from shoal.comm.collectives import barrier
 from shoal.comm.world import World
-from shoal.config import Model, Optimizer
 from shoal.data.batches import Batch, Synthetic, mask_labels
-from shoal.engine import Engine
-from shoal.errors import ShoalError
+from shoal.errors import LayoutError, ShoalError
 from shoal.layout import Layout
-from shoal.model.decoder import Decoder
-from shoal.train.setup import materialise_alone
+from shoal.mesh import Grid
 
 CHECKED = 5
 """Steps in which losses and norms must agree; they warm everything up as well, and none is timed."""
 
-TOLERANCE = 1e-4
-"""Largest relative difference of a loss or a norm, in float32. A NaN is larger."""
-
-SEED = 0
-OPTIMIZER = Optimizer(lr=3e-4, clip=0.1)
-"""AdamW; the limit is so low that clipping acts in every step, for every trainer."""
-
-Step = Callable[[Batch], tuple[float, float]]
-"""One optimizer step over this rank's samples: the mean loss over all ranks, and the norm before clipping."""
+TOLERANCE = 1e-5
+"""Largest relative difference of a loss or a norm, in float32."""
 
 SHOAL = "Shoal"
 
@@ -50,23 +40,38 @@ class TrainersDiffer(ShoalError):
 
 
 @dataclass(frozen=True)
-class Case:
-    """One size of the problem: ``samples`` of ``seq_len`` tokens a rank and step, in ``mb`` micro-batches."""
+class Contest:
+    """Shoal under a layout, given as a line, against its peers, by name; ``mbs`` are the numbers of micro-batches."""
 
-    shape: Model
-    samples: int
-    seq_len: int
-    mb: int = 1
-    pairs: int = 15
-
-    def __str__(self) -> str:
-        tokens = self.samples * self.seq_len
-        return f"{self.parameters / 1e6:.1f} M, {tokens:,} tokens a rank, mb={self.mb}"
+    line: str
+    peers: Mapping[str, Peer]
+    mbs: tuple[int, ...] = (1, 4)
 
     @property
-    def parameters(self) -> int:
-        with torch.device("meta"):
-            return sum(p.numel() for p in Decoder(self.shape).parameters())
+    def layout(self) -> Layout:
+        return Layout.parse(self.line)
+
+    @property
+    def what(self) -> str:
+        """What the table calls it."""
+        return self.line if self.layout.ranks > 1 else "one process"
+
+    @property
+    def built(self) -> bool:
+        """Whether Shoal can run the layout yet."""
+        with suppress(LayoutError):
+            self.layout.check_built()
+            return True
+        return False
+
+    def shoal(self, case: Case, world: World) -> Step:
+        """Shoal under the layout, with the micro-batches of ``case``."""
+        return shoal(case, replace(self.layout, mb=case.mb), world)
+
+    def batches(self, case: Case, world: World, steps: int) -> list[Batch]:
+        """What this rank's replica of the model reads in each of the first steps."""
+        grid = Grid(self.layout.axes)
+        return read(case, grid.size, steps, grid.coords(world.rank)["dp"], self.layout.dp)
 
 
 @dataclass(frozen=True)
@@ -93,89 +98,59 @@ class Ratio:
     of_medians: float
 
 
-def shoal(case: Case, layout: Layout, world: World) -> Step:
-    """Shoal's engine on this rank."""
-    with torch.device("meta"):
-        model = Decoder(case.shape)
-    engine = Engine(model, layout, optimizer=OPTIMIZER, seed=SEED, world=world)
-
-    def step(batch: Batch) -> tuple[float, float]:
-        result = engine.step(batch)
-        return result.loss, result.grad_norm
-
-    return step
-
-
-def peer_model(case: Case) -> Decoder:
-    """The same model with the same initial weights, without an engine."""
-    with torch.device("meta"):
-        model = Decoder(case.shape)
-    materialise_alone(model, SEED)
-    return model
-
-
-def peer_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """PyTorch's fused AdamW with the same settings: matrices decay, vectors do not."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": OPTIMIZER.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
-
-
-def micro_batches(batch: Batch, count: int) -> list[Batch]:
-    """The samples of a batch divided over ``count`` micro-batches, in order."""
-    size = len(batch["tokens"]) // count
-    return [{name: x[i * size : (i + 1) * size] for name, x in batch.items()} for i in range(count)]
-
-
-def take_turns(world: World, case: Case, trainers: Mapping[str, Step], realtime: bool) -> Outcome:
-    """Check that ``trainers`` (Shoal and its peers, by name) agree, then time them in turn, on this rank.
+def take_turns(world: World, contest: Contest, case: Case, realtime: bool) -> Outcome:
+    """Check that Shoal and its peers agree, then time them in turn, on this rank.
 
     Every step is fed the same samples to each trainer and starts when all ranks are ready. Raises
     :class:`TrainersDiffer`.
     """
-    source = Synthetic(vocab=case.shape.vocab, seq_len=case.seq_len, batch=case.samples * world.size, seed=SEED)
-    batches = [mask_labels(source.batch(step, world.rank, world.size), SEED) for step in range(CHECKED + case.pairs)]
-    difference = _compare(trainers, batches[:CHECKED])
+    trainers = {SHOAL: contest.shoal(case, world)} | {name: make(case, world) for name, make in contest.peers.items()}
+    batches = contest.batches(case, world, CHECKED + case.pairs)
+    steps = [{name: step(batch) for name, step in trainers.items()} for batch in batches[:CHECKED]]
+    difference = compare(SHOAL, steps)
     clocks = {name: Clocks([], []) for name in trainers}
     gc.collect()
     with scheduling(realtime):
-        for batch in batches[CHECKED:]:
-            for name, step in trainers.items():
+        for pair, batch in enumerate(batches[CHECKED:]):
+            for name in in_turn(list(trainers), pair):
                 barrier(world.everyone)
                 wall, cpu = time.perf_counter(), time.process_time()
-                step(batch)
+                trainers[name](batch)
                 clocks[name].cpu.append(time.process_time() - cpu)
                 clocks[name].wall.append(time.perf_counter() - wall)
     return Outcome(clocks, difference)
 
 
-def _compare(trainers: Mapping[str, Step], batches: Sequence[Batch]) -> dict[str, float]:
-    """The largest relative difference between the losses of Shoal and of each peer.
+def read(case: Case, ranks: int, steps: int, part: int = 0, parts: int = 1) -> list[Batch]:
+    """A part of the samples of each step, by ``ranks`` ranks, their labels masked unequally."""
+    source = Synthetic(vocab=case.shape.vocab, seq_len=case.seq_len, batch=case.samples * ranks, seed=SEED)
+    return [mask_labels(source.batch(step, part, parts), SEED) for step in range(steps)]
+
+
+def in_turn(names: Sequence[str], pair: int) -> Sequence[str]:
+    """Who steps in which order in a pair: forwards, then backwards, then forwards."""
+    return names if pair % 2 == 0 else names[::-1]
+
+
+def compare(reference: str, steps: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """The largest relative difference, over ``steps``, between the loss of each trainer and of the one called
+    ``reference``. ``steps`` has the loss and the norm of every trainer. Raises :class:`TrainersDiffer`.
 
     Norms are compared in the first step, on equal weights: AdamW's first updates are near ±lr whatever the gradient's
     size, so rounding decides the sign of some and the norm shows it long before the loss does.
     """
-    worst = {name: 0.0 for name in trainers if name != SHOAL}
-    for number, batch in enumerate(batches, 1):
-        seen = {name: step(batch) for name, step in trainers.items()}
+    worst = {name: 0.0 for name in steps[0] if name != reference}
+    for number, seen in enumerate(steps, 1):
         for name in worst:
-            (loss, norm), (peer_loss, peer_norm) = seen[SHOAL], seen[name]
-            worst[name] = max(worst[name], abs(loss - peer_loss) / abs(peer_loss))
-            if not worst[name] <= TOLERANCE:
-                raise TrainersDiffer(_differ("loss", number, loss, name, peer_loss))
-            if number == 1 and not abs(norm - peer_norm) / peer_norm <= TOLERANCE:
-                raise TrainersDiffer(_differ("gradient norm", number, norm, name, peer_norm))
+            loss, norm = (abs(a - b) / abs(b) for a, b in zip(seen[name], seen[reference], strict=True))
+            if not (loss <= TOLERANCE and (norm <= TOLERANCE or number > 1)):  # a NaN is not
+                said = (f"{seen[who][0]:.9g} and {seen[who][1]:.9g} with {who}" for who in (reference, name))
+                raise TrainersDiffer(
+                    f"step {number}: loss and gradient norm are {', '.join(said)}: "
+                    f"further apart than {TOLERANCE:g} (relative), so nothing was timed"
+                )
+            worst[name] = max(worst[name], loss)
     return worst
-
-
-def _differ(what: str, number: int, ours: float, peer: str, theirs: float) -> str:
-    return (
-        f"step {number}: the {what} is {ours:.9g} with Shoal and {theirs:.9g} with {peer}, "
-        f"further apart than {TOLERANCE:g} (relative); nothing was timed"
-    )
 
 
 def over_ranks(outcomes: Sequence[Outcome], name: str) -> Clocks:

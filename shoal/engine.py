@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,24 +15,45 @@ from torch import Tensor, nn
 
 from shoal import checkpoint
 from shoal.comm.collectives import all_reduce, broadcast, start_all_reduce
-from shoal.comm.world import Group, World
+from shoal.comm.world import World
 from shoal.config import Optimizer
 from shoal.data_parallel.allreduce import AllReduce
-from shoal.data_parallel.buckets import Bucket, build_buckets
 from shoal.data_parallel.buffers import average, copy_from_first
+from shoal.data_parallel.sync import Sync
+from shoal.data_parallel.zero import Zero, ZeroThree
 from shoal.errors import ConfigError, Diverged, LayoutError, setting
 from shoal.layout import Layout
-from shoal.local import buffer_fragments, lay_out, materialise, persistent_buffers
+from shoal.local import (
+    Interpreter,
+    LocalParameter,
+    adapt,
+    allot,
+    buffer_fragments,
+    drop,
+    lay_out,
+    persistent_buffers,
+    settle,
+)
+from shoal.memory.recompute import recompute_attention, recomputed
 from shoal.mesh import Mesh
-from shoal.model.context import Batch
+from shoal.model.context import Batch, Cache
+from shoal.model.decoder import Decoder
+from shoal.model.generate import Decode
+from shoal.model.roles import RoleTable, role_of
 from shoal.model.task import PlainTask, Task
-from shoal.optim.clip import clip_factor, global_norm, squared_norm
-from shoal.optim.optimizers import Run, Updater, state_names
+from shoal.optim.clip import clip_factor
+from shoal.optim.optimizers import Updater, state_names
 from shoal.pipeline.executor import Executor, Handlers, Stage
-from shoal.pipeline.program import faults
-from shoal.pipeline.schedules import single
+from shoal.pipeline.faults import faults
+from shoal.pipeline.lower import lower
+from shoal.pipeline.program import Program
+from shoal.pipeline.schedules.forward_only import forward_only
+from shoal.pipeline.schedules.gpipe import gpipe
+from shoal.pipeline.schedules.one_f_one_b import one_f_one_b
+from shoal.pipeline.stages import cut
 from shoal.placement import Fragment
-from shoal.tensor import whole as whole_tensors
+from shoal.tensor.one_d import OneD
+from shoal.tensor.whole import Whole
 
 DTYPES = {
     "float64": torch.float64,
@@ -40,6 +61,9 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
 @dataclass(frozen=True)
@@ -65,7 +89,7 @@ class Engine:
     ``loss(output, batch)`` that sums over samples and, if the mean is not over samples, ``weight(batch)``; its
     parameters are then copied from rank 0. ``rate(step)`` scales the learning rate.
 
-    Raises :class:`LayoutError` where the layout is not built yet or does not fit the world.
+    Raises :class:`LayoutError` where the layout is not built yet, or does not fit the world or the model.
     """
 
     def __init__(
@@ -83,55 +107,110 @@ class Engine:
         self.world = world or World()
         self.layout = layout.fill(self.world.size)
         self.layout.check_built()
-        self.mesh = Mesh(self.layout.axes, self.world)
         self.optimizer, self.rate, self.seed = optimizer or Optimizer(), rate, seed
         self.task = _as_task(model, loss, weight)
         self.steps_done = 0
         self.on_gradients: Callable[[], None] = lambda: None
         """Called when gradients are reduced and not yet clipped: the moment at which they can be compared."""
+        self.mesh = Mesh(self.layout.axes, self.world)
+        self._open_groups()
         self._apply()
+
+    def _open_groups(self) -> None:
+        """The groups of ranks that work together otherwise than on a parameter."""
+        mesh = self.mesh
+        axes = {"tensor": ("tp",), "pipeline": ("pp",), "replicas": ("dp", "cp"), "losses": ("pp", "dp", "cp")}
+        mesh.open_groups({mesh.ranks_over(*names) for names in axes.values()})
+        self._tensor, self._pipeline, self._replicas, self._losses = (mesh.over(*names) for names in axes.values())
 
     def _apply(self) -> None:
         """Apply the layout to the model. The order matters, and here is where it is written."""
-        module, roles, layers = self.task.module, self.task.roles, self.task.layers()
-        grid, coords = self.mesh.grid, self.mesh.coords
-        # Cut into pipeline stages: one, which holds every layer.
-        stages = {0: Stage(tuple((unit, layer) for unit, (_, layer) in enumerate(layers)))}
-        # Place, and materialise what is on the meta device by its placement.
-        parameters = lay_out(module, layers, roles, whole_tensors.place, grid, coords)
-        parameters = materialise(module, parameters, self.seed, self.world.device)
+        module, roles, layers, mesh = self.task.module, self.task.roles, self.task.layers(), self.mesh
+        # Cut into pipeline stages.
+        stages = stages_of(self.layout, layers, roles)
+        mine = stages[mesh.coords["pp"]]
+        used = {unit: list(layers[unit][1].parameters()) for unit in mine}
+        # Place: what this rank has of each parameter, and the modules that compute with their part of it.
+        interpreter = interpreter_of(self.layout, roles)
+        held = lay_out(module, layers, roles, interpreter, mesh.grid, mesh.coords, stages)
+        names = {one.parameter: one.name for one in held}
+        for unit in set(range(len(layers))) - set(mine):
+            drop(layers[unit][1], [layers[other][1] for other in mine])
+        held = allot(module, held, self.seed, self.world.device)
         module.to(self.world.device)
-        # Shard: who reduces with whom, in which buckets.
-        trained = [one for one in parameters if one.parameter.requires_grad]
-        self._frozen = [one for one in parameters if not one.parameter.requires_grad]
-        self.mesh.open_groups({who.summing for one in trained for who in one.holders} | {self.mesh.ranks_over("dp")})
-        self._replicas = self.mesh.over("dp")
-        self.buckets = build_buckets(trained, state_names(self.optimizer))
-        self._copy_from_first()
-        self._norm_group = self._fewest_for_the_norm()
-        self._squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        self._sync = AllReduce(self.buckets, self.mesh.group, self._square)
-        self._updater = Updater(self.optimizer, [run for bucket in self.buckets for run in _runs(bucket)])
+        for unit in mine:
+            adapt(*layers[unit], roles, interpreter, self._tensor)
+        # Recompute.
+        runs = tuple((unit, self._run(*layers[unit], last=unit == len(layers) - 1)) for unit in mine)
+        # Shard, and materialise by placement.
+        self._frozen = [settle(one) for one in held if not one.parameter.requires_grad]
+        uses = {unit: [names[parameter] for parameter in used[unit]] for unit in mine}
+        self._sync = self._replicate([one for one in held if one.parameter.requires_grad], uses)
+        if isinstance(self.task, PlainTask):  # its values did not come from the seed
+            copy_from_first((one.parameter.data for one in self._frozen), self._replicas)
+            copy_from_first(module.buffers(), self._replicas)
+        self._updater = Updater(self.optimizer, self._sync.runs())
         # The Program, and what its actions mean.
-        self.program = single.accumulate(self.layout.mb)
-        assert not (found := faults(self.program)), found
+        self._interpreter = interpreter
+        self._program, self._forward_program, self._decode_program = self._programs()
+        at, last = mesh.coords["pp"], len(stages) - 1
+        stage = Stage(at, first=at == 0, last=at == last, layers=runs)
         handlers = Handlers(
+            enter_unit=self._sync.enter_unit,
+            leave_unit=self._sync.leave_unit,
             unit_done=self._sync.unit_done,
             reduce=lambda stage: self._sync.reduce(),
             norm=self._norm,
             update=self._update,
         )
-        self._executor = Executor(self.task, stages, handlers)
+        self._executor = Executor(self.task, [stage], handlers, self._pipeline)
+
+    def _replicate(self, trained: list[LocalParameter], uses: Mapping[int, Sequence[str]]) -> Sync:
+        """How replicas keep equal, and what each keeps."""
+        layout = self.layout
+        given = (trained, state_names(self.optimizer), self.mesh)
+        from_first = isinstance(self.task, PlainTask)
+        size = layout.zero_group or layout.dp * layout.cp
+        match layout.zero:
+            case 0:
+                return AllReduce(*given, from_first=from_first)
+            case 1 | 2:
+                return Zero(*given, size=size, keep_grads=layout.zero == 1, from_first=from_first)
+            case _:
+                return ZeroThree(*given, size=size, uses=uses, resident=layout.pp > 1, from_first=from_first)
+
+    def _programs(self) -> Iterator[Program]:
+        """This rank's part of a training step, of an evaluation, and of decoding a token."""
+        layout = self.layout
+        for train, passes in (
+            (True, SCHEDULES[layout.schedule](layout.pp, layout.mb)),
+            (False, forward_only(range(layout.pp), layout.mb)),
+            (False, forward_only(range(layout.pp), 1)),
+        ):
+            programs = lower(passes)
+            assert not (found := faults(programs, train=train)), found
+            yield programs[self.mesh.coords["pp"]]
+
+    def _run(self, name: str, layer: nn.Module, last: bool) -> Callable[[Tensor, Any], Tensor]:
+        """How a layer is run: with what is kept of it for the backward pass. The last layer's backward pass follows at
+        once, so recomputing it would free nothing."""
+        layout = self.layout
+        if layout.recompute_stages is None or self.mesh.coords["pp"] in layout.recompute_stages:
+            if layout.recompute == "full" and not last:
+                return recomputed(partial(self.task.apply_layer, layer))
+            if layout.recompute == "selective":
+                recompute_attention(name, layer, self.task.roles)
+        return partial(self.task.apply_layer, layer)
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step over this data-parallel rank's samples of the whole step (dim 0 of every tensor).
 
-        They are divided over the layout's micro-batches in order; :class:`LayoutError` when they cannot be.
+        They are divided over the layout's micro-batches in order; :class:`LayoutError` when they cannot be. All ranks
+        of a replica (its stages, its tensor-parallel ranks) are given the same samples.
         """
         batches = self._micro_batches(batch)
         self._check_frozen()
         self._sync.begin()
-        self._squares.zero_()
         weight = self._weight(batches)
         agreed = start_all_reduce(weight, self._replicas, "weight")
 
@@ -139,11 +218,11 @@ class Engine:
             agreed.wait()
             return torch.where(weight > 0, 1.0 / weight, 0.0)
 
-        context = partial(self.task.context, seed=self.seed, step=self.steps_done, train=True)
+        contexts = self._contexts(seed=self.seed, step=self.steps_done, train=True)
         with torch.enable_grad():
-            loss = self._executor.train(self.program, batches, context, scale).double()
+            loss = self._executor.run(self._program, batches, contexts, scale).double()
         agreed.wait()  # a rank without a gradient of its own has not asked for the scale
-        all_reduce(loss, self._replicas, "loss")
+        all_reduce(loss, self._losses, "loss")
         average((buffer for _, buffer in persistent_buffers(self.task.module)), self._replicas)
         self.steps_done += 1
         counted = weight.item()
@@ -154,12 +233,28 @@ class Engine:
         """(summed loss, weight) over the samples of all ranks, without training; batches add up before dividing."""
         self.drain()
         batches = self._micro_batches(batch)
-        with _evaluating(self.task.module):
-            loss = self._executor.evaluate(single.forward_only(self.layout.mb), batches, self.task.context)
-        both = torch.stack([loss.double(), self._weight(batches)])
-        all_reduce(both, self._replicas, "evaluation")
-        summed, counted = both.tolist()
-        return summed, counted
+        with self._forward_only():
+            loss = self._executor.run(self._forward_program, batches, self._contexts()).double()
+        weight = self._weight(batches)
+        all_reduce(loss, self._losses, "evaluation")
+        all_reduce(weight, self._replicas, "evaluation")
+        return loss.item(), weight.item()
+
+    def decoding(self) -> Decode:
+        """Decodes one text, as :func:`shoal.model.generate.decoding` does, on all ranks alike."""
+        task = self.task
+        assert isinstance(task, Decoder), "only a decoder can generate"
+        cache = Cache()
+
+        def decode(tokens: list[int]) -> Tensor:
+            batch = cache.following(torch.tensor([tokens], device=self.world.device))
+            with self._forward_only():
+                found = self._executor.outputs(self._decode_program, [batch], self._contexts(cache=cache))
+            logits = found[0][0, -1] if found else next(task.parameters()).new_empty(task.shape.vocab)
+            broadcast(logits, self._pipeline, "generation", source=self._pipeline.size - 1)
+            return logits
+
+        return decode
 
     def drain(self) -> None:
         """Finish what is in flight: nothing, under a schedule that ends each step with its update."""
@@ -183,48 +278,31 @@ class Engine:
         wanted = [one for one in self.fragments() if states or one.kind == "weight"]
         step, meta = checkpoint.load(path, wanted, self.world)
         if not states:
-            for bucket in self.buckets:
-                for flat in bucket.states.values():
-                    flat.zero_()
+            for fragment in self._sync.states():
+                fragment.tensor.zero_()
         self.steps_done = step if states else 0
         self._updater.set_steps(self.steps_done)
         return meta
 
     def fragments(self) -> list[Fragment]:
         """What this rank holds of every weight, buffer and optimizer state."""
-        found = buffer_fragments(self.task.module, range(self.world.size))
+        stage = self.mesh.ranks_over("dp", "cp", "tp")
+        found = buffer_fragments(self.task.module, stage)
         for one in self._frozen:
             found += one.fragments("weight", one.parameter.detach())
-        for bucket in self.buckets:
-            for kind, flat in {"weight": bucket.params, **bucket.states}.items():
-                for slot in bucket.slots:
-                    found += slot.held.fragments(kind, bucket.view(flat, slot))
-        return found
+        return [*found, *self._sync.weights(), *self._sync.states()]
 
     def gradients(self) -> list[Fragment]:
         """What this rank holds of every gradient: meaningful while ``on_gradients`` runs."""
-        return [
-            fragment
-            for bucket in self.buckets
-            for slot in bucket.slots
-            for fragment in slot.held.fragments("gradient", bucket.grad(slot))
-        ]
-
-    def _square(self, bucket: Bucket) -> None:
-        """Add a bucket's share to the squared gradient norm: where the norm takes several ranks, each element counts
-        as one part of its copies."""
-        alone = self._norm_group.size == 1
-        for start, stop, who in bucket.ranges:
-            self._squares += squared_norm(bucket.grads[start:stop]) / (1 if alone else len(who.copies))
+        return list(self._sync.gradients())
 
     def _norm(self) -> None:
         self._sync.finish()
         self.on_gradients()
-        self._grad_norm = global_norm(self._squares, self._norm_group)
+        self._grad_norm = self._sync.norm()
 
     def _update(self) -> None:
-        for bucket in self.buckets:
-            bucket.check_views()
+        self._sync.check_views()
         if not isfinite(self._grad_norm):  # known to all ranks alike, and nothing has been updated
             raise Diverged(
                 f"step {self.steps_done + 1}: the gradient norm is {self._grad_norm}; nothing was updated. Go on from "
@@ -232,25 +310,39 @@ class Engine:
             )
         factor = clip_factor(self._grad_norm, self.optimizer.clip)
         self._lr = self._updater.update(self.rate(self.steps_done), factor)
+        self._sync.updated()
+
+    def _contexts(self, **options: Any) -> Callable[[Batch], Any]:
+        """Makes the context of a micro-batch, as far as it is this rank's."""
+
+        def context(batch: Batch) -> Any:
+            return self._interpreter.localise(self.task.context(batch, **options), self._tensor)
+
+        return context
+
+    @contextmanager
+    def _forward_only(self) -> Iterator[None]:
+        """The module in evaluation mode and without gradients, then each of its modules as it was: a user may have
+        frozen some of them."""
+        module = self.task.module
+        before = [(one, one.training) for one in module.modules()]
+        module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._sync.release()
+            for one, training in before:
+                one.training = training
 
     def _check_frozen(self) -> None:
         """Which parameters train was settled when the layout was applied."""
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                if not slot.held.parameter.requires_grad:
-                    raise ConfigError(
-                        f"Engine: {slot.held.name} was frozen after the engine was made; freeze it before"
-                    )
+        for one in self._sync.held:
+            if not one.parameter.requires_grad:
+                raise ConfigError(f"Engine: {one.name} was frozen after the engine was made; freeze it before")
         for one in self._frozen:
             if one.parameter.requires_grad:
                 raise ConfigError(f"Engine: {one.name} was unfrozen after the engine was made; unfreeze it before")
-
-    def _fewest_for_the_norm(self) -> Group:
-        """The ranks that must add up to know the norm: this one alone, if every rank holds every gradient."""
-        everything = all(len(who.copies) == self.world.size for bucket in self.buckets for _, _, who in bucket.ranges)
-        agreed = torch.tensor([everything], dtype=torch.int64, device=self.world.device)
-        all_reduce(agreed, self.world.everyone, "start", "min")
-        return self.mesh.over() if agreed.item() else self.world.everyone
 
     def _weight(self, batches: list[dict[str, Tensor]]) -> Tensor:
         weights = [torch.as_tensor(self.task.weight(one)) for one in batches]
@@ -273,40 +365,31 @@ class Engine:
         size = samples // count
         return [{name: tensor[i * size : (i + 1) * size] for name, tensor in here.items()} for i in range(count)]
 
-    def _copy_from_first(self) -> None:
-        """Start all replicas from the weights and buffers of the first, where they did not come from the seed."""
-        if not isinstance(self.task, PlainTask):
-            return
-        for bucket in self.buckets:
-            for start, stop, who in bucket.ranges:
-                broadcast(bucket.params[start:stop], self.mesh.group(who.copies), "start")
-        copy_from_first((one.parameter.data for one in self._frozen), self._replicas)
-        copy_from_first(self.task.module.buffers(), self._replicas)
 
+def stages_of(layout: Layout, layers: Sequence[tuple[str, nn.Module]], roles: RoleTable) -> tuple[range, ...]:
+    """The units of each pipeline stage. A layer costs what its matrices do; looking up an embedding is next to nothing.
 
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """The module in evaluation mode, then each of its modules as it was: a user may have frozen some of them."""
-    before = [(one, one.training) for one in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for one, training in before:
-            one.training = training
-
-
-def _runs(bucket: Bucket) -> list[Run]:
-    """The parts of a bucket that the optimizer treats alike."""
-    return [
-        Run(
-            bucket.params[start:stop],
-            bucket.grads[start:stop],
-            {name: flat[start:stop] for name, flat in bucket.states.items()},
-            decay,
+    Raises :class:`LayoutError` where there are more stages than layers.
+    """
+    costs = [
+        sum(
+            parameter.numel()
+            for owner, module in layer.named_modules()
+            if role_of(roles, f"{name}.{owner}").kind != "embed"
+            for parameter in module.parameters(recurse=False)
         )
-        for start, stop, decay in bucket.decay_runs()
+        for name, layer in layers
     ]
+    return cut(costs, layout.stages, layout.stage_layers)
+
+
+def interpreter_of(layout: Layout, roles: RoleTable) -> Interpreter:
+    """Who answers for each role under a layout."""
+    if layout.tp == 1:
+        return Whole()
+    if not roles:
+        raise LayoutError(setting("layout.tp", layout.tp, "the module has no role table", "use tp=1"))
+    return OneD(layout.tp, sequence=layout.tp_kind == "1d-sp")
 
 
 def _as_task(

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.world import Group
 from shoal.mesh import Coords, Grid
 from shoal.model import init
 from shoal.model.roles import REPLICATED, Role, RoleTable, role_of
 from shoal.placement import Fragment, Holders, Placement, Rule, holders, whole
 
-Place = Callable[[Role, str, str, Sequence[int]], Rule]
-"""An interpreter's answer to where a parameter lies: (role, module, the parameter's local name, full shape) → rule."""
+
+class Interpreter(Protocol):
+    """One way to divide the tensors of a model over ranks: an answer for each role."""
+
+    def place(self, role: Role, module: str, parameter: str, shape: Sequence[int]) -> Rule:
+        """Where the ``parameter`` (its local name) of ``module``, of full ``shape``, lies."""
+
+    def adapt(self, role: Role, module: nn.Module, group: Group) -> nn.Module:
+        """What takes the place of a module that holds this rank's part of its parameters; itself, often."""
+
+    def localise(self, ctx: Any, group: Group) -> Any:
+        """What of a micro-batch's context is this rank's."""
 
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter of this rank: the unit (layer) it belongs to, where it lies, who else has each of its pieces, and
-    the role of its module."""
+    """A parameter of this rank: the unit (layer) that completes its gradient, where it lies, who else has each of its
+    pieces, and the role of its module.
+
+    ``drawn`` gives its initial values where the parameter has no memory of its own yet.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -28,11 +43,16 @@ class LocalParameter:
     placement: Placement
     holders: tuple[Holders, ...]
     role: Role = REPLICATED
+    drawn: Callable[[], Tensor] | None = field(default=None, compare=False, repr=False)
 
     @property
     def decays(self) -> bool:
         """Weight decay acts on matrices and not on vectors: norms and biases are not to shrink."""
         return self.parameter.ndim > 1
+
+    def values(self) -> Tensor:
+        """The parameter's values, drawn now if nobody has yet."""
+        return self.parameter.detach() if self.drawn is None else self.drawn()
 
     def fragments(self, kind: str, local: Tensor) -> list[Fragment]:
         """The pieces of ``local``, a tensor that lies as the parameter does."""
@@ -46,44 +66,101 @@ def lay_out(
     module: nn.Module,
     layers: Sequence[tuple[str, nn.Module]],
     roles: RoleTable,
-    place: Place,
+    interpreter: Interpreter,
     grid: Grid,
     coords: Coords,
+    stages: Sequence[range] = (),
 ) -> list[LocalParameter]:
-    """Every parameter of ``module``, of its full shape, that ``place`` puts at ``coords``; once, however many modules
-    share it. One that several layers share belongs to the first of them: its gradient is complete only when the
-    backward pass has reached that one."""
-    unit_of: dict[nn.Parameter, int] = {}
+    """Every parameter of ``module``, of its full shape, that is held at ``coords``; once, however many modules share it.
+
+    ``stages`` are the units of each pipeline rank (one that has them all, unless told). A parameter that several of a
+    rank's layers share belongs to the first of them: its gradient is complete only when the backward pass has reached
+    that one. One that several stages share is held by each.
+    """
+    users: dict[nn.Parameter, list[int]] = {}
     for unit, (_, layer) in enumerate(layers):
         for parameter in layer.parameters():
-            unit_of.setdefault(parameter, unit)
+            users.setdefault(parameter, []).append(unit)
     found = []
     for name, parameter in module.named_parameters():
         owner, _, local = name.rpartition(".")
         role = role_of(roles, owner)
-        rule = place(role, owner, local, parameter.shape)
+        rule = interpreter.place(role, owner, local, parameter.shape)
+        units = users[parameter]
+        if len(stages) > 1:
+            held_by = frozenset(at for at, stage in enumerate(stages) if any(unit in stage for unit in units))
+            rule, units = _on_stages(rule, held_by), [unit for unit in units if unit in stages[coords["pp"]]]
         if (placement := rule.at(coords)) is not None:
             who = holders(rule, grid, coords)
-            found.append(LocalParameter(name, parameter, unit_of[parameter], placement, who, role))
+            found.append(LocalParameter(name, parameter, units[0], placement, who, role))
     return found
+
+
+def _on_stages(rule: Rule, held_by: frozenset[int]) -> Rule:
+    return Rule(lambda coords: rule.at(coords) if coords["pp"] in held_by else None, rule.axes | {"pp"})
+
+
+def allot(
+    module: nn.Module, parameters: Sequence[LocalParameter], seed: int, device: torch.device
+) -> list[LocalParameter]:
+    """Give each of ``parameters`` that is on the meta device the shape of what this rank has of it, and put it into
+    ``module`` wherever the parameter was. Returns the parameters as they then are.
+
+    None has memory yet: who gives it some, fills it with :meth:`LocalParameter.values`.
+    """
+    made: dict[nn.Parameter, LocalParameter] = {}
+    for one in parameters:
+        if one.parameter.is_meta:
+            shell = torch.empty((), dtype=one.parameter.dtype, device=device).expand(one.placement.shape)
+            parameter = nn.Parameter(shell, one.parameter.requires_grad)
+            made[one.parameter] = replace(one, parameter=parameter, drawn=_draw(one, seed, device))
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if parameter in made:
+                setattr(owner, name, made[parameter].parameter)
+    return [made.get(one.parameter, one) for one in parameters]
+
+
+def _draw(one: LocalParameter, seed: int, device: torch.device) -> Callable[[], Tensor]:
+    def draw() -> Tensor:
+        values = torch.empty(one.placement.shape, dtype=one.parameter.dtype)
+        init.fill(values, one.placement, seed, one.role.std)
+        return values.to(device)
+
+    return draw
 
 
 def materialise(
     module: nn.Module, parameters: Sequence[LocalParameter], seed: int, device: torch.device
 ) -> list[LocalParameter]:
-    """Give each of ``parameters`` that is on the meta device memory for what this rank has of it, with its initial
-    values, and put it into ``module`` wherever the parameter was. Returns the parameters as they then are."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for one in parameters:
-        if one.parameter.is_meta:
-            values = torch.empty(one.placement.shape, dtype=one.parameter.dtype)
-            init.fill(values, one.placement, seed, one.role.std)
-            made[one.parameter] = nn.Parameter(values.to(device), one.parameter.requires_grad)
-    for owner in module.modules():
-        for name, parameter in list(owner.named_parameters(recurse=False)):
-            if parameter in made:
-                setattr(owner, name, made[parameter])
-    return [replace(one, parameter=made.get(one.parameter, one.parameter)) for one in parameters]
+    """:func:`allot`, each parameter with memory of its own and its initial values."""
+    return [settle(one) for one in allot(module, parameters, seed, device)]
+
+
+def settle(one: LocalParameter) -> LocalParameter:
+    """Give a parameter memory of its own, with its values."""
+    one.parameter.data = one.values()
+    return replace(one, drawn=None)
+
+
+def drop(layer: nn.Module, kept: Iterable[nn.Module]) -> None:
+    """Take the parameters and buffers out of a layer that this rank does not run, but not out of modules that layers
+    in ``kept`` share with it."""
+    shared = {module for one in kept for module in one.modules()}
+    for module in layer.modules():
+        if module not in shared:
+            for tensors in (module._parameters, module._buffers):
+                tensors.update(dict.fromkeys(tensors))
+
+
+def adapt(name: str, layer: nn.Module, roles: RoleTable, interpreter: Interpreter, group: Group) -> None:
+    """Put the interpreter's modules into ``layer``, called ``name`` in the model, in place of those whose role calls for
+    another."""
+    for inner, child in list(layer.named_modules())[1:]:
+        other = interpreter.adapt(role_of(roles, f"{name}.{inner}"), child, group)
+        if other is not child:
+            parent, _, local = inner.rpartition(".")
+            setattr(layer.get_submodule(parent), local, other)
 
 
 def buffer_fragments(module: nn.Module, copies: Iterable[int]) -> list[Fragment]:

@@ -5,13 +5,15 @@ logical tensors: the whole of one, a block of one, or blocks of several when wei
 one matrix). Padding is in no piece.
 
 From a :class:`Rule`, which gives the placement at any coordinates of the mesh, :func:`holders` derives who must sum
-gradients with whom and how often an element is held. Nothing lists such groups by hand: data and context parallelism,
-replicated key/value heads, tied embeddings on two stages are all the same derivation.
+gradients with whom and how often an element is held, and :func:`divide` who may shard what they hold. Nothing lists
+such groups by hand: data and context parallelism, replicated key/value heads, tied embeddings on two stages are all the
+same derivation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -22,6 +24,9 @@ from shoal.mesh import Coords, Grid
 
 Span = tuple[int, int]
 Box = tuple[Span, ...]
+
+LOCKSTEP = ("dp", "cp")
+"""The mesh axes whose ranks run the same layers at the same time, so that they can wait for each other at any layer."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,23 @@ class Holders:
 
     copies: tuple[int, ...]
     summing: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the holders of a piece divide it, seen from one of them (ZeRO, Rajbhandari et al. 2020).
+
+    The ranks ``shard`` hold one part each, this rank part number ``part``: they reduce-scatter gradients and gather
+    parameters. ``cross`` are the ranks that must then sum this part, ``same`` all those that hold it. When nothing is
+    divided, ``shard`` is this rank alone, ``cross`` are the summing ranks and ``same`` all copies.
+    """
+
+    shard: tuple[int, ...]
+    part: int
+    cross: tuple[int, ...]
+    same: tuple[int, ...]
+    across_stages: bool = False
+    """Whether the summing ranks are of several pipeline stages."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +171,52 @@ def _expand(
             if all(other[axis] == at for axis, at in own):
                 summing.append(copies[-1])
     return Holders(tuple(sorted(copies)), tuple(sorted(summing)))
+
+
+@lru_cache(maxsize=4096)
+def divide(who: Holders, grid: Grid, rank: int, size: int) -> Division:
+    """Divide what ``who`` hold over groups of ``size`` ranks (fewer, where fewer hold it) that move in lockstep.
+
+    Never over ranks of different stages: one would wait for a gather while the other waits for its activations.
+    """
+    lines: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for copy in who.copies:
+        coords = grid.coords(copy)
+        lines[tuple(at for axis, at in coords.items() if axis not in LOCKSTEP)].append(copy)
+    part = {copy: place % size for line in lines.values() for place, copy in enumerate(line)}
+    mine = next(line for line in lines.values() if rank in line)
+    start = mine.index(rank) // size * size
+    return Division(
+        shard=tuple(mine[start : start + size]),
+        part=part[rank],
+        cross=tuple(other for other in who.summing if part[other] == part[rank]),
+        same=tuple(other for other in who.copies if part[other] == part[rank]),
+        across_stages=len({grid.coords(other).get("pp") for other in who.summing}) > 1,
+    )
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that make up the elements ``start`` … ``stop`` − 1 of a row-major tensor, in order: at most 2n − 1 of
+    them for n dims, each of them consecutive elements."""
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    width = prod(shape[1:])
+    first, last = -(-start // width), stop // width  # whole rows
+    if first > last:  # inside one row
+        yield from _row_boxes(shape, last, start - last * width, stop - last * width)
+        return
+    yield from _row_boxes(shape, first - 1, start - (first - 1) * width, width if start < first * width else 0)
+    if first < last:
+        yield ((first, last), *((0, n) for n in shape[1:]))
+    yield from _row_boxes(shape, last, 0, stop - last * width)
+
+
+def _row_boxes(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
+    for box in flat_boxes(shape[1:], start, stop):
+        yield ((row, row + 1), *box)
 
 
 def assemble(shape: Sequence[int], held: Sequence[tuple[Box, Tensor]]) -> Tensor:

@@ -13,3 +13,9 @@ from shoal.train.pool import Pool
 def pool() -> Iterator[Pool]:
     with Pool(4) as workers:
         yield workers
+
+
+@pytest.fixture(scope="session")
+def eight() -> Iterator[Pool]:
+    with Pool(8) as workers:
+        yield workers

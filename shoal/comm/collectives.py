@@ -1,12 +1,16 @@
 """The collectives Shoal uses, those that move tensors entered in the ledger.
 
-All take a :class:`~shoal.comm.world.Group` and act in place; in a group of one rank they do nothing. ``purpose`` says
-what the words are for ("gradients", "norm", …).
+All take a :class:`~shoal.comm.world.Group` and write into tensors they are given; in a group of one rank nothing is
+moved between ranks. ``purpose`` says what the words are for ("gradients", "norm", …).
+
+gloo has no reduce-scatter of its own: it reduces everything everywhere, which moves twice the words. Between CPUs,
+gathers and reduce-scatters are therefore exchanges in which each rank sends every other one what that one needs.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,13 +19,23 @@ from torch import Tensor
 from shoal.comm.world import Group
 
 Reduction = Literal["sum", "max", "min"]
+_TAG = 1 << 30  # of the messages of an exchange; those of one tag between two ranks arrive in the order they were sent
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-class Pending:
-    """A collective under way; :meth:`wait` returns when its result may be read."""
+class _Work(Protocol):
+    """What can be waited for: a ``dist.Work``, or several of them."""
 
-    def __init__(self, work: dist.Work | None) -> None:
+    def wait(self) -> object: ...
+
+
+class Pending:
+    """A collective under way; :meth:`wait` returns when its result may be read.
+
+    Until then nobody may write to what it reads or touch what it writes.
+    """
+
+    def __init__(self, work: _Work | None) -> None:
         self._work = work
 
     def wait(self) -> None:
@@ -45,12 +59,81 @@ def all_reduce(tensor: Tensor, group: Group, purpose: str, reduction: Reduction 
     start_all_reduce(tensor, group, purpose, reduction).wait()
 
 
-def broadcast(tensor: Tensor, group: Group, purpose: str) -> None:
-    """Copy the ``tensor`` (contiguous) of the group's lowest rank to all its ranks."""
+def start_all_gather(out: Tensor, part: Tensor, group: Group, purpose: str) -> Pending:
+    """Begin to collect every rank's ``part`` (contiguous, of one size on all ranks) in ``out``, flat, in the group's
+    order. ``part`` may be this rank's own slice of ``out``."""
+    parts = _parts(out, part, group)
+    own = parts[group.index]
+    if own.data_ptr() != part.data_ptr():
+        own.copy_(part.view(-1))
+    if group.handle is None:
+        return Pending(None)
+    group.ledger.record("all_gather", out.numel(), group.size, group.axis, purpose)
+    if part.is_cuda:
+        return Pending(group.handle._allgather_base(out, own))
+    return Pending(_Exchange(group, parts, [own] * group.size))
+
+
+def start_reduce_scatter(out: Tensor, tensor: Tensor, group: Group, purpose: str) -> Pending:
+    """Begin to sum the ranks' ``tensor`` (flat, one part a rank, in the group's order) and give each rank its part in
+    ``out`` (contiguous). ``out`` may be this rank's own part of ``tensor``. A part's terms are always added up in one
+    order."""
+    parts = _parts(tensor, out, group)
+    flat, own = out.view(-1), parts[group.index]
+    if group.handle is None:
+        flat.copy_(own)
+        return Pending(None)
+    group.ledger.record("reduce_scatter", tensor.numel(), group.size, group.axis, purpose)
+    if tensor.is_cuda:
+        return Pending(group.handle._reduce_scatter_base(flat, tensor))
+    received = [own if part is own else torch.empty_like(part) for part in parts]
+
+    def add_up() -> None:
+        first, *rest = (term for term in received if term is not own)
+        torch.add(own, first, out=flat)  # before the rest: ``flat`` may be ``own``
+        for term in rest:
+            flat.add_(term)
+
+    return Pending(_Exchange(group, received, parts, add_up))
+
+
+def _parts(full: Tensor, part: Tensor, group: Group) -> tuple[Tensor, ...]:
+    """``full`` cut into one part a rank."""
+    assert full.ndim == 1, f"not flat: {tuple(full.shape)}"
+    assert full.is_contiguous() and part.is_contiguous() and full.dtype == part.dtype  # noqa: PT018
+    assert full.numel() == group.size * part.numel(), f"{full.numel()} words for {group.size} × {part.numel()}"
+    return full.tensor_split(group.size)
+
+
+class _Exchange:
+    """Every rank sends ``outgoing[i]`` to rank i of its group and receives ``incoming[i]`` from it, both of any sizes
+    that the two ranks agree on; what a rank has for itself stays. ``finish`` runs when all has come."""
+
+    def __init__(
+        self,
+        group: Group,
+        incoming: Sequence[Tensor],
+        outgoing: Sequence[Tensor],
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        handle, me, size = group.handle, group.index, group.size
+        assert handle is not None
+        self._finish = finish
+        self._works = [handle.recv([incoming[at]], at, _TAG) for at in ((me - i) % size for i in range(1, size))]
+        self._works += [handle.send([outgoing[at]], at, _TAG) for at in ((me + i) % size for i in range(1, size))]
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._finish()
+
+
+def broadcast(tensor: Tensor, group: Group, purpose: str, source: int = 0) -> None:
+    """Copy the ``tensor`` (contiguous) of one rank, by its place in the group, to all its ranks."""
     if group.handle is not None:
         group.ledger.record("broadcast", tensor.numel(), group.size, group.axis, purpose)
         options = dist.BroadcastOptions()
-        options.rootRank = 0
+        options.rootRank = source
         group.handle.broadcast([tensor], options).wait()
 
 

@@ -2,7 +2,8 @@
 
 Ring convention, as the literature counts volume: with p ranks and n words in the full (gathered or unreduced)
 tensor, a rank receives (p−1)/p·n words in an all-gather or a reduce-scatter, twice that in an all-reduce, and n in a
-broadcast unless it is the root (averaged over the ranks: (p−1)/p·n).
+broadcast unless it is the root (averaged over the ranks: (p−1)/p·n). A message from rank to rank counts where it is
+received.
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ class Ledger:
         self._words[axis, purpose] += FACTOR[collective] * (ranks - 1) * words / ranks  # type: ignore[assignment]
         self._calls[axis, purpose] += 1
 
+    def receive(self, words: int, axis: str, purpose: str) -> None:
+        """Enter one message of ``words`` elements that another rank sends to this one."""
+        self._words[axis, purpose] += words
+        self._calls[axis, purpose] += 1
+
     def words(self, axis: str | None = None, purpose: str | None = None) -> float:
         """Words received so far, over all axes and purposes or those named."""
         return float(sum(n for key, n in self._words.items() if _matches(key, axis, purpose)))
 
     def calls(self, axis: str | None = None, purpose: str | None = None) -> int:
-        """Collectives so far, over all axes and purposes or those named."""
+        """Collectives and messages so far, over all axes and purposes or those named."""
         return sum(n for key, n in self._calls.items() if _matches(key, axis, purpose))
 
     def table(self) -> dict[str, float]:

@@ -31,16 +31,22 @@ groups up in a table of theirs."""
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks that communicate. ``axis`` names the mesh axes they span."""
+    """Some ranks that communicate, ``rank`` (this process) among them. ``axis`` names the mesh axes they span."""
 
     ranks: tuple[int, ...]
     axis: str
+    rank: int
     ledger: Ledger = field(repr=False, compare=False)
     handles: Mapping[tuple[int, ...], Handle] = field(repr=False, compare=False)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def index(self) -> int:
+        """This rank's place in the group."""
+        return self.ranks.index(self.rank)
 
     @property
     def handle(self) -> Handle | None:
@@ -103,7 +109,7 @@ class World:
         assert list(ranks) == sorted(set(ranks)), f"ranks must ascend: {ranks}"
         if len(ranks) > 1 and ranks not in self._handles:
             self._handles[ranks] = self._connect(ranks)
-        return Group(ranks, axis, self.ledger, self._handles)
+        return Group(ranks, axis, self.rank, self.ledger, self._handles)
 
     def open_groups(self, wanted: Iterable[tuple[tuple[int, ...], str]]) -> None:
         """Make several groups, in one order on all ranks, so that overlapping groups cannot wait for each other."""

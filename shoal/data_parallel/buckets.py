@@ -1,20 +1,24 @@
-"""Parameters and main gradients in flat buffers, so that one collective or one update serves many tensors.
+"""Which parameters are reduced together: the geometry of flat buffers, without their memory.
 
 A bucket holds the parameters of consecutive units (layers). Its gradients become complete together in the backward
-pass, last unit first, and the ranks that must sum them are the same for all of it or for known ranges of it.
+pass, last unit first, and all of it is divided over the same ranks. Parameters that other ranks hold in other company
+(a norm beside matrices that tensor parallelism divides unevenly, a tied embedding) have buckets of their own, so that
+a part of a bucket is the same part of the same parameters wherever it is held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.local import LocalParameter
-from shoal.placement import Holders, Piece, Placement
+from shoal.placement import Division, Fragment, Holders, Piece, Placement, flat_boxes
 
 BUCKET_BYTES = 16 << 20
 
@@ -26,113 +30,125 @@ class Slot(NamedTuple):
     start: int
     stop: int
 
+    def of(self, flat: Tensor) -> Tensor:
+        """The parameter's part of a buffer, in its shape."""
+        return flat[self.start : self.stop].view(self.held.placement.shape)
+
 
 class Range(NamedTuple):
-    """Consecutive elements of a bucket that the same ranks hold and sum."""
+    """Consecutive elements of a bucket that the same ranks hold, sum and divide."""
 
     start: int
     stop: int
-    holders: Holders
+    division: Division
 
 
 class Bucket:
-    """``params``, ``grads`` and the optimizer's ``states``, flat and parallel; ``ranges`` cuts them where the holders
-    change.
+    """Parameters side by side: ``slots`` by unit, last unit first, those that decay before those that do not;
+    ``ranges`` cuts the same elements where the holders change.
 
-    The parameters' own data become views of ``params``. They lie by unit, last unit first, those that decay before
-    those that do not.
+    ``shard`` are the ranks that divide the bucket; this one's part is ``low`` … ``high`` − 1 of its ``size`` elements,
+    which are rounded up to a multiple of the ranks.
     """
 
-    def __init__(self, held: Sequence[LocalParameter], states: Sequence[str]) -> None:
-        first = held[0].parameter
+    def __init__(self, held: Sequence[LocalParameter], divide: Callable[[Holders], Division]) -> None:
+        self.dtype, self.device = held[0].parameter.dtype, held[0].parameter.device
         self.units = frozenset(one.unit for one in held)
+        self.name = held[0].name
         self.slots: list[Slot] = []
         for one in held:
             start = self.slots[-1].stop if self.slots else 0
             self.slots.append(Slot(one, start, start + one.parameter.numel()))
-        self.params = torch.empty(self.slots[-1].stop, dtype=first.dtype, device=first.device)
-        self.grads = torch.zeros_like(self.params)
-        self.ranges = _ranges(self.slots)
-        self.states = {name: torch.zeros_like(self.params) for name in states}
-        with torch.no_grad():
-            for one, start, stop in self.slots:
-                view = self.params[start:stop].view_as(one.parameter)
-                view.copy_(one.parameter)
-                one.parameter.data = view
+        self.ranges = _ranges(self.slots, divide)
+        (self.shard,) = {part.division.shard for part in self.ranges} or {divide(held[0].holders[0]).shard}
+        each = -(-self.slots[-1].stop // len(self.shard))
+        self.size = each * len(self.shard)
+        part = divide(held[0].holders[0]).part
+        self.low, self.high = part * each, part * each + each
 
-    def grad(self, slot: Slot) -> Tensor:
-        """The main gradient of one parameter, in its shape."""
-        return self.view(self.grads, slot)
+    @property
+    def spans_stages(self) -> bool:
+        """Whether ranks of several pipeline stages sum the bucket, as they do a tied embedding."""
+        return any(part.division.across_stages for part in self.ranges)
 
-    @staticmethod
-    def view(flat: Tensor, slot: Slot) -> Tensor:
-        """One parameter's part of a buffer of this bucket, in its shape."""
-        return flat[slot.start : slot.stop].view_as(slot.held.parameter)
+    def own_ranges(self) -> Iterator[Range]:
+        """The ranges of this rank's part, counted from its beginning."""
+        for start, stop, division in self.ranges:
+            if (first := max(start, self.low)) < (last := min(stop, self.high)):
+                yield Range(first - self.low, last - self.low, division)
 
-    def decay_runs(self) -> list[tuple[int, int, bool]]:
-        """(start, stop, decays) of the runs of parameters that decay and that do not."""
-        runs = []
+    def own_decay_runs(self) -> Iterator[tuple[int, int, bool]]:
+        """(start, stop, decays) of the runs of this rank's part that decay and that do not, from its beginning."""
         for decay, run in groupby(self.slots, key=lambda slot: slot.held.decays):
             slots = list(run)
-            runs.append((slots[0].start, slots[-1].stop, decay))
-        return runs
+            if (first := max(slots[0].start, self.low)) < (last := min(slots[-1].stop, self.high)):
+                yield first - self.low, last - self.low, decay
 
-    def check_views(self) -> None:
-        """Assert that the parameters still are views of the buffer (an assignment to ``.data`` would part them)."""
-        for one, start, stop in self.slots:
-            if start == stop:
-                continue  # nothing there to have an address
-            wanted = self.params.data_ptr() + start * self.params.element_size()
-            assert one.parameter.data_ptr() == wanted, f"{one.name} no longer lies in its bucket"
+    def own_fragments(self, kind: str, part: Tensor, divide: Callable[[Holders], Division]) -> Iterator[Fragment]:
+        """The boxes of logical tensors in ``part``, a tensor that lies as this rank's part of the bucket does."""
+        for slot in self.slots:
+            for piece, who, (start, stop) in _piece_spans(slot):
+                first, last = max(start, self.low), min(stop, self.high)
+                shape = tuple(high - low for low, high in piece.box)
+                for box in flat_boxes(shape, first - start, last - start):
+                    extents = tuple(high - low for low, high in box)
+                    length = prod(extents)
+                    logical = tuple((a + at, b + at) for (a, b), (at, _) in zip(box, piece.box, strict=True))
+                    local = tuple((a + at, b + at) for (a, b), (at, _) in zip(box, piece.at, strict=True))
+                    values = part[first - self.low : first - self.low + length].view(extents)
+                    yield Fragment(kind, Piece(piece.name, piece.shape, logical, local), divide(who).same, values)
+                    first += length
 
 
 def build_buckets(
-    held: Iterable[LocalParameter], states: Sequence[str] = (), cap_bytes: int = BUCKET_BYTES
+    held: Iterable[LocalParameter], divide: Callable[[Holders], Division], cap_bytes: int = BUCKET_BYTES
 ) -> list[Bucket]:
     """Buckets in the order in which the backward pass completes them: the same on every rank that holds the same.
 
-    Whole units are put together until a bucket would exceed ``cap_bytes``; dtypes never mix.
+    Whole units are put together until a bucket would exceed ``cap_bytes``; parameters of other dtypes or other holders
+    never mix.
     """
-    ordered = sorted(held, key=lambda one: (str(one.parameter.dtype), -one.unit, not one.decays))
-    buckets: list[Bucket] = []
+    alike: dict[tuple[torch.dtype, tuple[Holders, ...]], list[LocalParameter]] = defaultdict(list)
+    for one in held:
+        alike[one.parameter.dtype, tuple(dict.fromkeys(one.holders))].append(one)
+    buckets = [bucket for members in alike.values() for bucket in _fill(members, divide, cap_bytes)]
+    return sorted(buckets, key=lambda one: (-min(one.units), one.name))
+
+
+def _fill(members: Sequence[LocalParameter], divide: Callable[[Holders], Division], cap_bytes: int) -> Iterator[Bucket]:
     waiting: list[LocalParameter] = []
     size = 0
-    for _, unit in groupby(ordered, key=lambda one: (one.parameter.dtype, one.unit)):
-        members = list(unit)
-        more = sum(one.parameter.numel() * one.parameter.element_size() for one in members)
-        if waiting and (size + more > cap_bytes or waiting[-1].parameter.dtype != members[0].parameter.dtype):
-            buckets.append(Bucket(waiting, states))
+    ordered = sorted(members, key=lambda one: (-one.unit, not one.decays))
+    for _, unit in groupby(ordered, key=lambda one: one.unit):
+        together = list(unit)
+        more = sum(one.parameter.numel() * one.parameter.element_size() for one in together)
+        if waiting and size + more > cap_bytes:
+            yield Bucket(waiting, divide)
             waiting, size = [], 0
-        waiting += members
+        waiting += together
         size += more
-    if waiting:
-        buckets.append(Bucket(waiting, states))
-    return sorted(buckets, key=lambda bucket: -min(bucket.units))
+    yield Bucket(waiting, divide)
 
 
-def _ranges(slots: Iterable[Slot]) -> list[Range]:
+def _ranges(slots: Iterable[Slot], divide: Callable[[Holders], Division]) -> list[Range]:
     """The slots' elements, cut where the holders change."""
+    spans = [(span, divide(who)) for slot in slots for _, who, span in _piece_spans(slot)]
     merged = []
-    for holders, run in groupby(
-        (part for slot in slots for part in _piece_ranges(slot)), key=lambda part: part.holders
-    ):
-        parts = list(run)
-        merged.append(Range(parts[0].start, parts[-1].stop, holders))
+    for division, run in groupby(spans, key=lambda each: each[1]):
+        parts = [span for span, _ in run]
+        if parts[0][0] < parts[-1][1]:
+            merged.append(Range(parts[0][0], parts[-1][1], division))
     return merged
 
 
-def _piece_ranges(slot: Slot) -> list[Range]:
-    """The flat range of each piece of a parameter. Pieces that others hold must be whole rows of it."""
-    held, start, stop = slot
-    if len(set(held.holders)) == 1:
-        return [Range(start, stop, held.holders[0])]
-    found = []
-    width = held.parameter[0].numel()
-    for piece, holders in zip(held.placement.pieces, held.holders, strict=True):
-        assert _whole_rows(piece, held.placement), f"{held.name}: pieces with different holders must be rows"
-        top, bottom = piece.at[0]
-        found.append(Range(start + top * width, start + bottom * width, holders))
-    return found
+def _piece_spans(slot: Slot) -> Iterator[tuple[Piece, Holders, tuple[int, int]]]:
+    """Each piece of a parameter, who holds it, and its (start, stop) in the bucket. Pieces must be whole rows."""
+    held, start, _ = slot
+    width = prod(held.placement.shape[1:])
+    for piece, who in zip(held.placement.pieces, held.holders, strict=True):
+        assert _whole_rows(piece, held.placement), f"{held.name}: pieces of a parameter must be rows of it"
+        top, bottom = piece.at[0] if piece.at else (0, 1)
+        yield piece, who, (start + top * width, start + bottom * width)
 
 
 def _whole_rows(piece: Piece, placement: Placement) -> bool:

@@ -24,6 +24,10 @@ __all__ = ["BUILT", "Layout", "ModelShape", "Offload"]
 # A kind is listed when all its options work; `check_built` refuses the rest. Keys without kinds ("ep", "etp",
 # "auto") list "".
 BUILT: dict[str, tuple[str, ...]] = {
+    "zero": ("1", "2", "3"),
+    "tp": ("1d", "1d-sp"),
+    "pp": ("gpipe", "1f1b"),
+    "recompute": ("selective", "full"),
     "dtype": ("float32", "float64"),
 }
 

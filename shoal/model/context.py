@@ -18,10 +18,19 @@ Batch = Mapping[str, Tensor]
 
 @dataclass
 class Cache:
-    """Keys and values [samples, kv_heads, positions, head_dim] that attention has seen, by the name of its block."""
+    """Keys and values [samples, kv_heads, positions, head_dim] that attention has seen, by the name of its block;
+    ``length`` positions in all, once a batch has run."""
 
     kept: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     length: int = 0
+
+    def following(self, tokens: Tensor) -> Batch:
+        """The batch of ``tokens`` [samples, positions] that follow what has been seen: a prompt, then one position at
+        a time."""
+        assert self.length == 0 or tokens.shape[1] == 1, "after the prompt, one position at a time"
+        positions = self.length + torch.arange(tokens.shape[1], device=tokens.device)
+        self.length += tokens.shape[1]
+        return {"tokens": tokens, "positions": positions[None]}
 
     def extend(self, block: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append to what ``block`` has seen and return all of it."""

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from shoal.config import Model as Shape
 from shoal.model.context import Batch, Cache, Context, document_mask, rope_tables, rotate
 from shoal.model.dropout import Noise
+from shoal.model.linear import Linear
 from shoal.model.loss import IGNORED, linear_cross_entropy
 from shoal.model.roles import Role, RoleTable
 
 
-class Fused(nn.Linear):
+class Fused(Linear):
     """Several linears that read the same input as one matrix; returns their outputs apart, of the widths ``parts``."""
 
     def __init__(self, width: int, parts: tuple[int, ...]) -> None:
@@ -64,7 +65,7 @@ class Attention(nn.Module):
         q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.qkv = Fused(shape.hidden, (q, kv, kv))
         self.core = CausalAttention()
-        self.out = nn.Linear(q, shape.hidden, bias=False)
+        self.out = Linear(q, shape.hidden, bias=False)
 
     def forward(self, x_BTH: Tensor, ctx: Context) -> Tensor:
         # How many heads there are follows from the widths: a rank may hold some of them.
@@ -83,7 +84,7 @@ class FeedForward(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.gate_up = Fused(shape.hidden, (shape.ffn, shape.ffn))
-        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+        self.down = Linear(shape.ffn, shape.hidden, bias=False)
 
     def forward(self, x_BTH: Tensor) -> Tensor:
         gate, up = self.gate_up(x_BTH)
@@ -109,10 +110,10 @@ class Block(nn.Module):
 
 
 class LinearCrossEntropy(nn.Module):
-    """The summed loss of hidden states [rows, H] under an output matrix [vocabulary, H]."""
+    """The summed loss of hidden states [B, T, H] under an output matrix [vocabulary, H] and labels [B, T]."""
 
-    def forward(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return linear_cross_entropy(x, weight, labels)
+    def forward(self, x_BTH: Tensor, weight: Tensor, labels_BT: Tensor) -> Tensor:
+        return linear_cross_entropy(x_BTH.flatten(0, 1), weight, labels_BT.flatten())
 
 
 class Head(nn.Module):
@@ -121,14 +122,14 @@ class Head(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
-        self.out = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.out = Linear(shape.hidden, shape.vocab, bias=False)
         self.loss = LinearCrossEntropy()
 
     def forward(self, x_BTH: Tensor, ctx: Context) -> Tensor:
         x_BTH = self.norm(x_BTH)
         if ctx.labels is None:
             return self.out(x_BTH)  # type: ignore[no-any-return]
-        return self.loss(x_BTH.flatten(0, 1), self.out.weight, ctx.labels.flatten())  # type: ignore[no-any-return]
+        return self.loss(x_BTH, self.out.weight, ctx.labels)  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
@@ -177,8 +178,11 @@ class Decoder(nn.Module):
         """The summed loss, which the last layer has computed already."""
         return output
 
-    def context(self, batch: Batch, *, seed: int = 0, step: int = 0, train: bool = False) -> Context:
-        """The context of one micro-batch: keys for dropout only when it trains."""
+    def context(
+        self, batch: Batch, *, seed: int = 0, step: int = 0, train: bool = False, cache: Cache | None = None
+    ) -> Context:
+        """The context of one micro-batch: keys for dropout only when it trains. With a ``cache`` its positions follow
+        those that the cache has seen."""
         shape, tokens = self.shape, batch["tokens"]
         documents = batch.get("documents")
         return Context(
@@ -186,20 +190,17 @@ class Decoder(nn.Module):
             mask=None if documents is None else document_mask(documents),
             labels=batch.get("labels"),
             noise=Noise.of(seed, step, batch["sample"], tokens.shape[1]) if train and shape.dropout else None,
+            cache=cache,
         )
 
     def decode(self, tokens_BT: Tensor, cache: Cache) -> Tensor:
         """Logits [B, T, vocabulary] of positions that follow those in the cache, which grows by them."""
-        positions = cache.length + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        assert cache.length == 0 or tokens_BT.shape[1] == 1, "after the prompt, one position at a time"
-        ctx = Context(rope=self._rope(positions[None]), cache=cache)
-        logits = self({"tokens": tokens_BT}, ctx)
-        cache.length += tokens_BT.shape[1]
-        return logits  # type: ignore[no-any-return]
+        batch = cache.following(tokens_BT)
+        return self(batch, self.context(batch, cache=cache))  # type: ignore[no-any-return]
 
     def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        shape = self.shape
-        return rope_tables(positions, shape.head_dim, shape.rope_theta, self.embed.table.weight.dtype)
+        shape, dtype = self.shape, next(self.parameters()).dtype
+        return rope_tables(positions, shape.head_dim, shape.rope_theta, dtype)
 
 
 def decoder_roles(shape: Shape) -> RoleTable:

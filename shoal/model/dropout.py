@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _M1 = 0x2545F4914F6CDD1D
@@ -46,6 +47,11 @@ class Noise:
         samples = _mix(sample + int.from_bytes(key, "little"))
         positions = torch.arange(first, first + length, device=sample.device)
         return cls(_mix(samples[:, None] + positions))
+
+    def part(self, first: int, count: int) -> Noise:
+        """The keys of ``count`` positions from number ``first`` of these, those past the end being padding."""
+        rows = self.rows[:, first : first + count]
+        return Noise(F.pad(rows, (0, count - rows.shape[1])))
 
     def drop(self, x: Tensor, rate: float, site: str, first: int = 0) -> Tensor:
         """``x`` [samples, positions, features] with about ``rate`` of it zeroed and the rest scaled by 1/(1 − rate).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -10,9 +10,28 @@ from torch import Tensor
 from shoal.model.context import Cache
 from shoal.model.decoder import Decoder
 
+Decode = Callable[[list[int]], Tensor]
+"""Takes the tokens that follow those it was given before, and returns the logits [vocabulary] of what comes next."""
+
+
+def decoding(model: Decoder) -> Decode:
+    """A whole model as it decodes one text. Keys and values of past positions are kept, so a token costs one
+    position's work."""
+    cache = Cache()
+
+    def decode(tokens: list[int]) -> Tensor:
+        training = model.training
+        model.eval()
+        with torch.no_grad():
+            logits = model.decode(torch.tensor([tokens], device=next(model.parameters()).device), cache)[0, -1]
+        model.train(training)
+        return logits
+
+    return decode
+
 
 def generate(
-    model: Decoder,
+    decode: Decode,
     prompt: list[int],
     *,
     tokens: int,
@@ -26,19 +45,13 @@ def generate(
 
     Each is drawn from the ``top_k`` likeliest (all, if 0) at ``temperature``; temperature 0 takes the likeliest. Only
     the first ``known`` entries of the vocabulary are candidates: a model may have more rows than its tokenizer has
-    entries. Keys and values of past positions are kept, so a token costs one position's work.
+    entries.
     """
     assert prompt, "something must come before the first token"
     generator = torch.Generator().manual_seed(seed)
-    cache = Cache()
-    training = model.training
     given = prompt
     for _ in range(tokens):
-        with torch.no_grad():
-            model.eval()
-            logits = model.decode(torch.tensor([given], device=model.embed.table.weight.device), cache)[0, -1]
-            model.train(training)
-        token = _draw(logits[:known].float().cpu(), temperature, top_k, generator)
+        token = _draw(decode(given)[:known].float().cpu(), temperature, top_k, generator)
         if token == stop:
             return
         yield token

@@ -29,6 +29,11 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return total
 
 
+def chunk_rows(rows: int, vocabulary: int, hidden: int) -> int:
+    """How many of ``rows`` rows to take at a time."""
+    return max(1, CHUNK // vocabulary, min(rows, hidden))
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, training: bool) -> Tensor:
@@ -36,7 +41,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x = torch.empty_like(x) if needs_x else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
         total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
-        rows = max(1, CHUNK // weight.shape[0], min(len(x), weight.shape[1]))
+        rows = chunk_rows(len(x), *weight.shape)
         for start in range(0, len(x), rows):
             chunk = slice(start, start + rows)
             x_chunk, label = x[chunk], labels[chunk]

@@ -1,126 +1,249 @@
-"""Runs a Program: the forward and backward passes of this rank's stages, and the step's reductions and update.
+"""Runs a Program: the passes of this rank's stages, what moves between them, and the step's reductions and update.
 
-What reducing, taking the norm and updating mean is handed in, so that the executor is the same whatever shards the
-gradients.
+What reducing, taking the norm and updating mean is handed in, and so is what happens around the use of a unit's
+parameters: the executor is the same whatever shards weights and gradients. Everything that lives from one action to
+another is keyed by (stage, micro-batch), so a rank may hold any stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from shoal.comm.world import Group
 from shoal.model.context import Batch
 from shoal.model.task import Task
+from shoal.pipeline.arrival import arrive
+from shoal.pipeline.mail import Form, Kind, Mail, kind_of
 from shoal.pipeline.program import Act, Op, Program
+from shoal.pipeline.watch import Watch
+
+Layer = Callable[[Tensor, Any], Tensor]
+"""A layer as a function of its input and the micro-batch's context."""
+_Place = tuple[int, int]  # stage, micro-batch
+
+
+def _nothing(*_: object) -> None:
+    """For a handler that has nothing to do."""
 
 
 @dataclass(frozen=True)
 class Stage:
     """Consecutive layers of the model, each with the number of its unit (the layer's place in the whole model)."""
 
-    layers: tuple[tuple[int, nn.Module], ...]
+    number: int
+    first: bool
+    last: bool
+    layers: tuple[tuple[int, Layer], ...]
 
 
 @dataclass(frozen=True)
 class Handlers:
-    """What the engine does at the actions that are not passes.
+    """What the engine does at the actions that are not passes, and around the passes through a unit.
 
-    ``unit_done(unit, final)`` is called in every backward pass as soon as its gradients of a unit are complete, last
-    unit first; ``final`` says that no further pass of the step will add to them. ``reduce(stage)`` comes after the
-    last pass of a stage.
+    In every backward pass ``unit_done(unit, final)`` is called as soon as its gradients of a unit are complete, last
+    unit first; ``final`` says that no further pass of the step will add to them. ``reduce(stage)`` comes after the last
+    pass of a stage.
+
+    ``enter_unit(unit, backward)`` is called before a unit's parameters are used: in a forward pass, which ends with
+    ``leave_unit(unit)``, and in a backward pass, which ends with ``unit_done``. A unit that a backward pass does not
+    reach is done without being entered. One that is recomputed is not entered again for that: it happens within its
+    backward pass.
     """
 
     unit_done: Callable[[int, bool], None]
     reduce: Callable[[int], None]
     norm: Callable[[], None]
     update: Callable[[], None]
-
-
-class _Watch:
-    """Follows one backward pass of a stage and calls ``done(unit, final)`` for each of its units, last first.
-
-    Autograd runs the newest nodes first: when the gradient of a layer's input is complete, every gradient of its
-    parameters has been accumulated, and so has every one of the layers after it. A leaf is no such input: its gradient
-    is accumulated before anything else.
-    """
-
-    def __init__(self, stage: Stage, done: Callable[[int, bool], None], final: bool) -> None:
-        self._waiting = [unit for unit, _ in stage.layers]
-        self._done, self._final = done, final
-
-    def input_done(self, unit: int, gradient: Tensor) -> None:
-        """A hook on the input of ``unit``."""
-        while self._waiting and self._waiting[-1] >= unit:
-            self._done(self._waiting.pop(), self._final)
-
-    def rest(self) -> None:
-        """The pass is over: also where a layer's input needs no gradient, as that of the first does not."""
-        while self._waiting:
-            self._done(self._waiting.pop(), self._final)
+    enter_unit: Callable[[int, bool], None] = _nothing
+    leave_unit: Callable[[int], None] = _nothing
 
 
 class Executor:
-    """Runs programs over the stages that this rank holds."""
+    """Runs programs over the ``stages`` that this rank holds; ``group`` is its pipeline, in the order of the ranks that
+    the programs name."""
 
-    def __init__(self, task: Task, stages: Mapping[int, Stage], handlers: Handlers) -> None:
-        self._task, self._stages, self._handlers = task, stages, handlers
+    def __init__(self, task: Task, stages: Iterable[Stage], handlers: Handlers, group: Group) -> None:
+        self._task, self._handlers, self._group = task, handlers, group
+        self._stages = {stage.number: stage for stage in stages}
+        self._forms: dict[tuple[int, Kind], Form] = {}
 
-    def train(
+    def run(
         self,
         program: Program,
         batches: Sequence[Batch],
         contexts: Callable[[Batch], Any],
-        scale: Callable[[], Tensor],
+        scale: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        """One training step over the micro-batches ``batches``; returns the summed loss, a scalar.
+        """Take the micro-batches ``batches`` through a program. Returns the summed loss, a float64 scalar, which is
+        zero where the last stage is elsewhere.
 
-        ``scale()`` is what each micro-batch's summed loss is multiplied by before its backward pass; it is first
-        asked for after a forward pass, so that agreeing on it costs no waiting.
+        ``scale()`` is what each micro-batch's summed loss is multiplied by before its backward pass; it is first asked
+        for after a forward pass of the last stage, so that agreeing on it costs no waiting. Without it the program is
+        one of forward passes alone, and no graph is kept.
+
+        Raises :class:`LayoutError` where what goes from stage to stage is not one floating-point tensor whose shape
+        follows from those of the micro-batch's tensors. Other errors get a note that says in which action they arose.
         """
-        losses: dict[int, Tensor] = {}
-        watches: dict[int, _Watch] = {}
-        total: list[Tensor] = []
-        for act in program.actions:
-            match act.op:
-                case Op.FORWARD:
-                    final = program.final_backward(act.stage) == act.micro_batch
-                    watch = _Watch(self._stages[act.stage], self._handlers.unit_done, final)
-                    loss = self._forward(act, batches[act.micro_batch], contexts, watch)
-                    losses[act.micro_batch], watches[act.micro_batch] = loss, watch
-                    total.append(loss.detach())
-                case Op.BACKWARD:
-                    loss = losses.pop(act.micro_batch)
-                    if loss.requires_grad:  # it may depend on no parameter here, and on some elsewhere
-                        torch.autograd.backward(loss, scale().to(loss.dtype))
-                    watches.pop(act.micro_batch).rest()
-                case Op.REDUCE:
-                    self._handlers.reduce(act.stage)
-                case Op.NORM:
-                    self._handlers.norm()
-                case Op.UPDATE:
-                    self._handlers.update()
-        assert not losses, "every forward pass of a step has its backward pass"
-        return torch.stack(total).sum()
+        losses = self._perform(program, batches, contexts, self._task.loss, scale)
+        total = torch.zeros((), dtype=torch.float64, device=_device(batches))
+        return total + torch.stack(list(losses.values())).sum() if losses else total
 
-    def evaluate(self, program: Program, batches: Sequence[Batch], contexts: Callable[[Batch], Any]) -> Tensor:
-        """The summed loss of a forward-only program."""
-        with torch.no_grad():
-            return torch.stack(
-                [self._forward(act, batches[act.micro_batch], contexts) for act in program.actions]
-            ).sum()
+    def outputs(self, program: Program, batches: Sequence[Batch], contexts: Callable[[Batch], Any]) -> list[Tensor]:
+        """The last stage's output for each micro-batch of a program of forward passes; none where it is elsewhere."""
+        ends = self._perform(program, batches, contexts, lambda output, _: output)
+        return [ends[number] for number in sorted(ends)]
 
-    def _forward(self, act: Act, batch: Batch, contexts: Callable[[Batch], Any], watch: _Watch | None = None) -> Tensor:
-        ctx = contexts(batch)
-        x = self._task.enter(batch)
-        if x.is_leaf and x.requires_grad:
-            x = x.view_as(x)  # see _Watch: the input of the first layer must be older than all that follows
-        for unit, layer in self._stages[act.stage].layers:
-            if watch is not None and isinstance(x, Tensor) and x.requires_grad:
-                x.register_hook(partial(watch.input_done, unit))
-            x = self._task.apply_layer(layer, x, ctx)
-        return self._task.loss(x, ctx)
+    def _perform(
+        self,
+        program: Program,
+        batches: Sequence[Batch],
+        contexts: Callable[[Batch], Any],
+        end: Layer,
+        scale: Callable[[], Tensor] | None = None,
+    ) -> dict[int, Tensor]:
+        kinds = [kind_of(batch, train=scale is not None) for batch in batches]
+        mail = Mail(self._group, self._forms, _device(batches))
+        run = _Run(self._stages, self._handlers, self._task.enter, end, program, batches, kinds, contexts, scale, mail)
+        with torch.set_grad_enabled(scale is not None):
+            for act in program.actions:
+                try:
+                    run.perform(act)
+                except Exception as error:
+                    error.add_note(f"in {act.in_words()}")
+                    raise
+        left = [*run.inputs, *run.gradients, *run.passes]
+        assert not left, f"(stage, micro-batch) {left[0]}: a result without use, or a pass without answer"
+        return run.ends
+
+
+@dataclass
+class _Pass:
+    """A micro-batch between its two passes through a stage."""
+
+    watch: Watch
+    input: Form | None = None  # where its gradient goes back
+    gradient: list[Tensor] = field(default_factory=list)
+    """That gradient, once the backward pass has reached the input. A list, because the graph refers to it, and must not
+    refer to what refers to the graph."""
+    output: Form | None = None
+    edge: GradientEdge | None = None
+    """Where the backward pass starts. The output itself is not kept: its memory goes when it has been received."""
+
+
+@dataclass
+class _Run:
+    """One run of a program: its actions, and what they leave for later ones.
+
+    ``inputs`` and ``gradients`` hold what a stage has made for the one before or after it, under the receiver's place,
+    until it is sent or, on the same rank, taken.
+    """
+
+    stages: Mapping[int, Stage]
+    handlers: Handlers
+    enter: Callable[[Batch], Tensor]
+    end: Layer
+    program: Program
+    batches: Sequence[Batch]
+    kinds: Sequence[Kind]
+    contexts: Callable[[Batch], Any]
+    scale: Callable[[], Tensor] | None
+    mail: Mail
+    inputs: dict[_Place, tuple[Tensor, Form]] = field(default_factory=dict)
+    gradients: dict[_Place, Tensor] = field(default_factory=dict)
+    passes: dict[_Place, _Pass] = field(default_factory=dict)
+    ends: dict[int, Tensor] = field(default_factory=dict)
+
+    def perform(self, act: Act) -> None:
+        stage, number = act.stage, act.micro_batch
+        match act.op:
+            case Op.FORWARD:
+                self._forward(act)
+            case Op.BACKWARD:
+                self._backward(act)
+            case Op.SEND_ACTIVATION:
+                self.mail.send_activation(act, *self.inputs.pop((stage + 1, number)), self.kinds[number])
+            case Op.RECEIVE_ACTIVATION:
+                self.mail.receive_activation(act, self.kinds[number])
+            case Op.SEND_GRADIENT:
+                if (gradient := self.gradients.pop((stage - 1, number), None)) is not None:
+                    self.mail.send_gradient(act, gradient)
+            case Op.RECEIVE_GRADIENT:
+                if (form := self.passes[stage, number].output) and form.needs_grad:
+                    self.mail.receive_gradient(act, form)
+            case Op.DROP_ACTIVATION | Op.DROP_GRADIENT:
+                self.mail.drop(act)
+            case Op.REDUCE:
+                self.handlers.reduce(stage)
+            case Op.NORM:
+                self.handlers.norm()
+            case Op.UPDATE:
+                self.handlers.update()
+
+    def _forward(self, act: Act) -> None:
+        stage, number = self.stages[act.stage], act.micro_batch
+        handlers = self.handlers  # the graph will refer to it: not to this run, which refers to the graph
+        final = self.scale is not None and self.program.final_backward(act.stage) == number
+        watch = Watch(
+            (unit for unit, _ in stage.layers),
+            enter=lambda unit: handlers.enter_unit(unit, True),
+            done=lambda unit: handlers.unit_done(unit, final),
+        )
+        one = _Pass(watch)
+        ctx = self.contexts(self.batches[number])  # while the input is on its way
+        x = self._input(act, one)
+        for unit, layer in stage.layers:
+            watch.follow(unit, x)
+            handlers.enter_unit(unit, False)
+            x = layer(x, ctx)
+            handlers.leave_unit(unit)
+        if stage.last:
+            x = self.end(x, ctx)
+            self.ends[number] = x.detach()
+        else:
+            one.output = self.mail.form(x, f"layer {stage.layers[-1][0]}, the last of stage {stage.number},")
+            self.inputs[act.stage + 1, number] = x.detach(), one.output
+        if self.scale is not None:
+            one.edge = get_gradient_edge(x) if x.requires_grad else None
+            self.passes[act.stage, number] = one
+
+    def _input(self, act: Act, one: _Pass) -> Tensor:
+        """What the first layer takes in; the oldest node of its graph (see :class:`Watch`)."""
+        if self.stages[act.stage].first:
+            x = self.enter(self.batches[act.micro_batch])
+            return x.view_as(x) if x.is_leaf and x.requires_grad else x
+        place = act.stage, act.micro_batch
+        here = place in self.inputs
+        x, form = self.inputs.pop(place) if here else self.mail.take_activation(act, self.kinds[act.micro_batch])
+        if not form.needs_grad:
+            return x
+        one.input = form
+        return arrive(x, one.gradient.append)
+
+    def _backward(self, act: Act) -> None:
+        one = self.passes.pop((act.stage, act.micro_batch))
+        if one.edge is not None:  # a loss may depend on no parameter here, and on some elsewhere
+            gradient = self._gradient(act)
+            one.watch.begin()
+            torch.autograd.backward(one.edge, gradient)
+        one.watch.end()
+        if (form := one.input) is not None:
+            found = one.gradient or [torch.zeros(form.shape, dtype=form.dtype, device=_device(self.batches))]
+            self.gradients[act.stage - 1, act.micro_batch] = found[0]
+
+    def _gradient(self, act: Act) -> Tensor:
+        """Of what the stage has made: the loss, or the next stage's input."""
+        if self.stages[act.stage].last:
+            assert self.scale is not None
+            return self.scale().to(self.ends[act.micro_batch].dtype)
+        place = act.stage, act.micro_batch
+        return self.gradients.pop(place) if place in self.gradients else self.mail.take_gradient(act)
+
+
+def _device(batches: Sequence[Batch]) -> torch.device:
+    return next(iter(batches[0].values())).device

@@ -1,37 +1,74 @@
-"""The Program: for one rank, the stream of actions that trains, in order.
+"""The Program: for one rank, the stream of actions of one step, in order.
 
-A schedule is a pure function that writes one; the executor runs it, and whoever wants to see or price a run reads the
-same object. Actions are keyed by global stage and micro-batch.
+A schedule is a pure function that writes the passes of all ranks' programs; :mod:`shoal.pipeline.lower` adds what moves
+between them; the executor runs one rank's; whoever wants to see, check or price a run reads the same objects. Actions
+are keyed by global stage and micro-batch. The ranks are those of one pipeline, counted from 0: a program's place among
+all of them is its rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 
 class Op(Enum):
-    """What an action does."""
+    """What an action does.
+
+    What is sent belongs to the stage that made it: its output (the activation) or the gradient of its input. What is
+    received belongs to the stage that needs it: its input or the gradient of its output.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
+    SEND_ACTIVATION = "SA"
+    RECEIVE_ACTIVATION = "RA"  # from here on it may arrive; the forward pass waits for it
+    DROP_ACTIVATION = "DA"  # what was sent has been received: its memory may go
+    SEND_GRADIENT = "SG"
+    RECEIVE_GRADIENT = "RG"
+    DROP_GRADIENT = "DG"
     REDUCE = "R"
     NORM = "N"
     UPDATE = "U"
 
 
+SENDS = {Op.SEND_ACTIVATION: "the output", Op.SEND_GRADIENT: "the gradient of the input"}
+RECEIVES = {Op.RECEIVE_ACTIVATION: "the input", Op.RECEIVE_GRADIENT: "the gradient of the output"}
+DROPS = {Op.SEND_ACTIVATION: Op.DROP_ACTIVATION, Op.SEND_GRADIENT: Op.DROP_GRADIENT}
+_MARKS = dict.fromkeys(SENDS, ">") | dict.fromkeys(RECEIVES, "<") | dict.fromkeys(DROPS.values(), ">")
+_WORDS = {
+    Op.FORWARD: "the forward pass",
+    Op.BACKWARD: "the backward pass",
+    **{op: f"sending {what}" for op, what in SENDS.items()},
+    **{op: f"receiving {what}" for op, what in RECEIVES.items()},
+    **{DROPS[op]: f"waiting for the receipt of {what}" for op, what in SENDS.items()},
+    Op.REDUCE: "the reduction",
+    Op.NORM: "the norm",
+    Op.UPDATE: "the update",
+}
+
+
 class Act(NamedTuple):
-    """One action. ``stage`` is global; ``micro_batch`` is −1 where the action concerns a whole step."""
+    """One action. ``stage`` is global; ``micro_batch`` is −1 where the action concerns all of them, and so is ``stage``
+    where it concerns the whole step. ``peer`` is the rank at the other end of a send, receive or drop."""
 
     op: Op
     stage: int = -1
     micro_batch: int = -1
+    peer: int = -1
 
     def __str__(self) -> str:
         stage = "" if self.stage < 0 else f"{self.stage}"
-        return f"{self.op.value}{stage}" + ("" if self.micro_batch < 0 else f".{self.micro_batch}")
+        peer = "" if self.peer < 0 else f"{_MARKS[self.op]}{self.peer}"
+        return f"{self.op.value}{stage}" + ("" if self.micro_batch < 0 else f".{self.micro_batch}") + peer
+
+    def in_words(self) -> str:
+        """The action for an error message: ``the backward pass of stage 1, micro-batch 3``."""
+        stage = "" if self.stage < 0 else f" of stage {self.stage}"
+        return _WORDS[self.op] + stage + ("" if self.micro_batch < 0 else f", micro-batch {self.micro_batch}")
 
 
 @dataclass(frozen=True)
@@ -47,38 +84,36 @@ class Program:
 
     def final_backward(self, stage: int) -> int:
         """The micro-batch whose backward pass is the last of ``stage``: after it, its gradients are complete."""
-        return [act.micro_batch for act in self.actions if act[:2] == (Op.BACKWARD, stage)][-1]
+        return self._final[stage]
+
+    @cached_property
+    def _final(self) -> dict[int, int]:
+        return {act.stage: act.micro_batch for act in self.actions if act.op is Op.BACKWARD}
 
 
-def faults(program: Program, *, train: bool = True) -> list[str]:
-    """What makes a program invalid; empty for a valid one.
-
-    Each stage runs every micro-batch forward once. When it trains, each then runs backward once, after its forward;
-    a stage is reduced once, after its last backward; the norm follows all reductions, and the update the norm.
-    """
-    found = []
-    where = {act: place for place, act in enumerate(program.actions)}
-    if len(where) < len(program.actions):
-        found.append("an action occurs twice")
-    wanted = {Act(Op.FORWARD, s, b) for s in program.stages for b in range(program.micro_batches)}
-    order: list[tuple[Act, Act]] = []
-    if train:
-        for forward in list(wanted):
-            backward = forward._replace(op=Op.BACKWARD)
-            wanted.add(backward)
-            order += [(forward, backward), (backward, Act(Op.REDUCE, forward.stage))]
-        wanted |= {Act(Op.REDUCE, s) for s in program.stages} | {Act(Op.NORM), Act(Op.UPDATE)}
-        order += [(Act(Op.REDUCE, s), Act(Op.NORM)) for s in program.stages]
-        order.append((Act(Op.NORM), Act(Op.UPDATE)))
-    found += [f"{act} is missing" for act in _sorted(wanted - where.keys())]
-    found += [f"{act} does not belong here" for act in _sorted(where.keys() - wanted)]
-    found += [
-        f"{before} must come before {after}"
-        for before, after in order
-        if before in where and after in where and where[before] > where[after]
-    ]
-    return found
+Programs = tuple[Program, ...]
+"""One program a rank, in order of rank."""
 
 
-def _sorted(acts: Iterable[Act]) -> list[Act]:
-    return sorted(acts, key=lambda act: (act.op.value, act.stage, act.micro_batch))
+def placement(programs: Sequence[Program]) -> tuple[int, ...]:
+    """The rank that holds each stage."""
+    rank_of = {stage: rank for rank, program in enumerate(programs) for stage in program.stages}
+    return tuple(rank_of[stage] for stage in range(len(rank_of)))
+
+
+def giver(act: Act, stages: int) -> Act | None:
+    """The pass, on the stage before or after, whose result a pass takes in; None at either end of the ``stages``."""
+    if act.op is Op.FORWARD and act.stage > 0:
+        return act._replace(stage=act.stage - 1)
+    if act.op is Op.BACKWARD and act.stage < stages - 1:
+        return act._replace(stage=act.stage + 1)
+    return None
+
+
+def taker(act: Act, stages: int) -> Act | None:
+    """The pass, on the stage after or before, that takes in the result of a pass."""
+    if act.op is Op.FORWARD and act.stage < stages - 1:
+        return act._replace(stage=act.stage + 1)
+    if act.op is Op.BACKWARD and act.stage > 0:
+        return act._replace(stage=act.stage - 1)
+    return None

@@ -6,15 +6,27 @@ It still names the pieces of fused matrices, since checkpoints and initial weigh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from torch import nn
+
+from shoal.comm.world import Group
 from shoal.model.roles import Role, logical_parts
 from shoal.placement import Rule, stacked, whole
 
 
-def place(role: Role, module: str, parameter: str, shape: Sequence[int]) -> Rule:
-    """Where the ``parameter`` (its local name) of ``module`` lies: everywhere, entire."""
-    if role.parts:
-        placement = stacked(logical_parts(role, module, parameter), shape)
-    else:
-        placement = whole(f"{module}.{parameter}" if module else parameter, shape)
-    return Rule(lambda _: placement)
+class Whole:
+    """Everything everywhere, entire."""
+
+    def place(self, role: Role, module: str, parameter: str, shape: Sequence[int]) -> Rule:
+        if role.parts:
+            placement = stacked(logical_parts(role, module, parameter), shape)
+        else:
+            placement = whole(f"{module}.{parameter}" if module else parameter, shape)
+        return Rule(lambda _: placement)
+
+    def adapt(self, role: Role, module: nn.Module, group: Group) -> nn.Module:
+        return module
+
+    def localise(self, ctx: Any, group: Group) -> Any:
+        return ctx

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 import sys
@@ -22,12 +23,11 @@ from shoal.data.tokenize import load_tokenizer
 from shoal.engine import Engine
 from shoal.errors import Stopped
 from shoal.layout import Layout
-from shoal.model.decoder import Decoder
 from shoal.model.generate import generate
 from shoal.train.folder import TOKENIZER, run_folder
 from shoal.train.metrics import Sink, open_sinks
 from shoal.train.resume import advice, find_start, last_step, remember
-from shoal.train.setup import Source, make_engine, open_data
+from shoal.train.setup import Source, make_engine, make_model, open_data
 
 
 def train(world: World, config: Config, layout: Layout, watch: Callable[[], Sequence[Sink]]) -> dict[str, Any]:
@@ -130,19 +130,23 @@ class _Run:
     def _sample(self) -> None:
         """Let the trained model speak, where the run file gives it a beginning."""
         prompt, path = self.config.run.sample, self.folder / TOKENIZER
-        if prompt and self.world.rank == 0 and path.exists() and isinstance(self.engine.task, Decoder):
-            tokenizer = load_tokenizer(path)
-            ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-            drawn = generate(
-                self.engine.task, ids, tokens=self.config.run.sample_tokens, known=tokenizer.get_vocab_size()
-            )
-            self._tell("sample", prompt=prompt, text=tokenizer.decode(list(drawn)))
+        if not prompt:
+            return
+        # The first rank alone needs to see the tokenizer's file.
+        tokenizer = load_tokenizer(path) if self.world.rank == 0 and path.exists() else None
+        ids = tokenizer.encode(prompt, add_special_tokens=False).ids if tokenizer else []
+        told = json.loads(self.world.hear_first(json.dumps([ids, tokenizer.get_vocab_size() if tokenizer else 0])))
+        if told[0]:
+            drawn = generate(self.engine.decoding(), told[0], tokens=self.config.run.sample_tokens, known=told[1])
+            said = list(drawn)
+            if tokenizer is not None:
+                self._tell("sample", prompt=prompt, text=tokenizer.decode(said))
 
     def _start_values(self) -> dict[str, Any]:
         return {
             "layout": str(self.engine.layout),
             "ranks": self.world.size,
-            "parameters": sum(p.numel() for p in self.engine.task.module.parameters()),
+            "parameters": sum(p.numel() for p in make_model(self.config, self.engine.layout).parameters()),
             "step": self.engine.steps_done,
             "steps": self.steps,
             "folder": str(self.folder),

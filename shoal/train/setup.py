@@ -17,7 +17,7 @@ from shoal.local import LocalParameter, lay_out, materialise
 from shoal.mesh import Grid
 from shoal.model.decoder import Decoder
 from shoal.optim.schedule import rate
-from shoal.tensor import whole
+from shoal.tensor.whole import Whole
 
 
 class Source(Protocol):
@@ -67,7 +67,7 @@ def make_model(config: Config, layout: Layout) -> Decoder:
 def materialise_alone(model: Decoder, seed: int) -> list[LocalParameter]:
     """Give all of ``model`` memory and its initial weights, as one process has it that is alone; on the CPU."""
     grid = Grid((("dp", 1),))
-    parameters = lay_out(model, model.layers(), model.roles, whole.place, grid, grid.coords(0))
+    parameters = lay_out(model, model.layers(), model.roles, Whole(), grid, grid.coords(0))
     return materialise(model, parameters, seed, torch.device("cpu"))
 
 

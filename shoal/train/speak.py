@@ -14,7 +14,7 @@ from shoal.config import parse
 from shoal.data.tokenize import load_tokenizer
 from shoal.errors import CheckpointError, ConfigError, setting
 from shoal.model.decoder import Decoder
-from shoal.model.generate import generate
+from shoal.model.generate import decoding, generate
 from shoal.train.folder import TOKENIZER
 from shoal.train.setup import make_model, materialise_alone
 
@@ -50,7 +50,7 @@ def speak(
     if not ids:
         raise ConfigError(setting("--prompt", repr(prompt), "no tokens in it", 'give some text, such as "In the"'))
     drawn = generate(
-        load_model(found),
+        decoding(load_model(found)),
         ids,
         tokens=tokens,
         temperature=temperature,

@@ -5,7 +5,16 @@ import time
 import pytest
 import torch
 
-from shoal.comm.collectives import Reduction, all_gather_bytes, all_reduce, barrier, broadcast, start_all_reduce
+from shoal.comm.collectives import (
+    Reduction,
+    all_gather_bytes,
+    all_reduce,
+    barrier,
+    broadcast,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from shoal.comm.world import World
 from shoal.train.pool import Pool
 
@@ -32,6 +41,71 @@ def test_all_reduce_joins_the_ranks_of_its_group_alone(
 ) -> None:
     words = 2 * 1 / 2 * 3
     assert pool.run(reduce_pair, reduction) == [[*even, words], [*odd, words]] * 2
+
+
+def terms(ranks: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Whole numbers, so that sums are exact whatever their order."""
+    return [(torch.arange(ranks * size) * (rank + 1) % 7).to(dtype) for rank in range(ranks)]
+
+
+def scatter_and_gather(world: World, size: int, dtype: torch.dtype, in_place: bool) -> list[list[float]]:
+    """This rank's part of the sum, and what gathering the parts gives; then the same again, both times at once."""
+    group, tensor = world.everyone, terms(world.size, size, dtype)[world.rank]
+    own = slice(world.rank * size, (world.rank + 1) * size)
+    out = tensor[own] if in_place else torch.full((size,), -1.0).to(dtype)
+    other, gathered = tensor.clone(), torch.full_like(tensor, -1.0)
+    first = start_reduce_scatter(out, tensor, group, "gradients")
+    second = start_reduce_scatter(other[own], other, group, "gradients")
+    first.wait()
+    second.wait()
+    part = out.clone()
+    full = tensor if in_place else torch.full_like(tensor, -1.0)
+    pending = [start_all_gather(full, out, group, "parameters"), start_all_gather(gathered, other[own], group, "x")]
+    for one in pending:
+        one.wait()
+        one.wait()
+    moved = [world.ledger.words(purpose=purpose) for purpose in ("gradients", "parameters")]
+    return [part.tolist(), full.tolist(), gathered.tolist(), moved]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("ranks", "size"), [(1, 3), (2, 5), (3, 1), (4, 6), (4, 0)])
+def test_a_sum_is_scattered_in_parts_that_gather_to_the_whole(
+    pool: Pool, ranks: int, size: int, dtype: torch.dtype, in_place: bool
+) -> None:
+    whole = torch.stack(terms(ranks, size, dtype)).sum(0)
+    words = (ranks - 1) * size
+    found = pool.run(scatter_and_gather, size, dtype, in_place, ranks=ranks)
+    for (part, full, gathered, moved), expected in zip(found, whole.tensor_split(ranks), strict=True):
+        assert part == expected.tolist()
+        assert full == gathered == whole.tolist()
+        assert moved == [2 * words, words]
+
+
+def repeat_sums(world: World) -> bool:
+    """Whether sums of numbers whose order matters come out the same each time."""
+    tensor = torch.randn(4 * 1000, generator=torch.Generator().manual_seed(world.rank))
+    outs = [torch.empty(1000) for _ in range(5)]
+    for out in outs:
+        start_reduce_scatter(out, tensor, world.everyone, "gradients").wait()
+    return all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_a_scattered_sum_is_the_same_every_time(pool: Pool) -> None:
+    assert pool.run(repeat_sums) == [True] * 4
+
+
+def pair_off(world: World) -> list[float]:
+    """Gathers in a group of the outer ranks and one of the inner ones, whose ranks are not their places."""
+    pair = (0, 3) if world.rank in (0, 3) else (1, 2)
+    out = torch.zeros(2)
+    start_all_gather(out, torch.tensor([float(world.rank)]), world.group(pair, "dp"), "parameters").wait()
+    return out.tolist()
+
+
+def test_parts_are_in_the_order_of_their_group(pool: Pool) -> None:
+    assert pool.run(pair_off) == [[0, 3], [1, 2], [1, 2], [0, 3]]
 
 
 def broadcast_in_halves(world: World) -> list[float]:

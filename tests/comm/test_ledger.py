@@ -26,3 +26,12 @@ def test_words_and_calls_add_up_by_axis_and_purpose() -> None:
     assert (ledger.calls(), ledger.calls("dp"), ledger.calls("dp", "gradients"), ledger.calls("tp")) == (4, 3, 2, 0)
     ledger.clear()
     assert (ledger.words(), ledger.calls(), ledger.table()) == (0, 0, {})
+
+
+def test_a_message_counts_its_words_where_it_is_received() -> None:
+    ledger = Ledger()
+    ledger.receive(7, "pp", "boundary")
+    ledger.receive(5, "pp", "boundary")
+    ledger.record("all_reduce", 4, 2, "pp", "norm")
+    assert (ledger.words("pp", "boundary"), ledger.calls("pp", "boundary")) == (12, 2)
+    assert (ledger.words("pp"), ledger.calls()) == (16, 3)

@@ -1,0 +1,66 @@
+"""The memory of a bucket on one rank: the whole of it, where the model computes, and the part that this rank updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.data_parallel.buckets import Bucket
+
+
+class Flat:
+    """``params`` and ``grads`` are the whole bucket, flat; ``own_params``, ``own_grads`` and the optimizer's ``states``
+    are this rank's part of it.
+
+    The parameters' own data become views of ``params`` and take their initial values. What is not kept whole
+    (``keep_params``, ``keep_grads``) loses its memory in :meth:`divide`; views of it that were made before stay valid,
+    for autograd too, as its storage only shrinks and grows.
+    """
+
+    def __init__(self, bucket: Bucket, states: Sequence[str], *, keep_params: bool, keep_grads: bool) -> None:
+        self.bucket = bucket
+        self.keep_params, self.keep_grads = keep_params, keep_grads
+        self.params = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
+        with torch.no_grad():
+            for slot in bucket.slots:
+                slot.of(self.params).copy_(slot.held.values())
+                slot.held.parameter.data = slot.of(self.params)
+        self.grads = torch.zeros_like(self.params)
+        mine = slice(bucket.low, bucket.high)
+        self.own_params, self.own_grads = self.params[mine], self.grads[mine]
+        self.states = {name: torch.zeros_like(self.own_params) for name in states}
+
+    def divide(self) -> None:
+        """From here on, what is not kept whole is only this rank's part, except between :func:`open_` and
+        :func:`close`."""
+        if not self.keep_params:
+            self.own_params = self.own_params.clone()
+            close(self.params)
+        if not self.keep_grads:
+            self.own_grads = self.own_grads.clone()
+            close(self.grads)
+
+    def check_views(self) -> None:
+        """Assert that the parameters still are views of the buffer (an assignment to ``.data`` would part them)."""
+        for held, start, stop in self.bucket.slots:
+            if start == stop or not is_open(self.params):
+                continue  # nothing there to have an address
+            wanted = self.params.data_ptr() + start * self.params.element_size()
+            assert held.parameter.data_ptr() == wanted, f"{held.name} no longer lies in its bucket"
+
+
+def open_(flat: Tensor) -> None:
+    """Give a flat buffer memory, with any contents."""
+    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+
+
+def close(flat: Tensor) -> None:
+    """Take a flat buffer's memory away."""
+    flat.untyped_storage().resize_(0)
+
+
+def is_open(flat: Tensor) -> bool:
+    """Whether a flat buffer has memory."""
+    return flat.untyped_storage().nbytes() > 0 or flat.numel() == 0

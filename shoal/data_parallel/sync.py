@@ -1,0 +1,280 @@
+"""What every way of keeping replicas equal has in common: one way in for gradients, and one order of going out.
+
+Every gradient enters through :class:`Main`. A bucket is sent once the Program's last backward pass has completed all
+of its units, and always in the same order on all ranks, so a parameter that no sample of this rank used cannot make
+ranks disagree about which collective is next.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import partial
+import torch
+from torch import Tensor
+
+from shoal.comm.collectives import Pending, all_reduce, broadcast, start_all_reduce
+from shoal.comm.world import Group
+from shoal.data_parallel.buckets import BUCKET_BYTES, Slot, build_buckets
+from shoal.data_parallel.flat import Flat, is_open, open_
+from shoal.local import LocalParameter
+from shoal.mesh import Mesh
+from shoal.model.linear import attach_sink
+from shoal.optim.clip import global_norm, squared_norm
+from shoal.optim.optimizers import Run
+from shoal.placement import Fragment, divide
+
+
+class Main:
+    """The way in for the gradient of one parameter: its part of the buffer of bucket number ``bucket``."""
+
+    def __init__(self, sync: Sync, bucket: int, slot: Slot) -> None:
+        self.held, self.bucket = slot.held, bucket
+        self.gradient = slot.of(sync.flats[bucket].grads)
+        self.entered = False
+        """Whether a contribution of this step is in the buffer; before, the buffer holds what an earlier one left."""
+        self._sync = sync
+
+    @property
+    def settled(self) -> bool:
+        """Whether the parameter has no gradient outside the buffer."""
+        grad = self.held.parameter.grad
+        return grad is None or grad is self.gradient
+
+    def enter(self) -> bool:
+        """Make ready for a contribution; returns whether it is the first of the step."""
+        self._sync.check_open(self)
+        first, self.entered = not self.entered, True
+        return first
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add leftᵀ·right, computed into the buffer (see :mod:`shoal.model.linear`)."""
+        if self.enter():
+            torch.mm(left.t(), right, out=self.gradient)
+        else:
+            self.gradient.addmm_(left.t(), right)
+
+
+class Sync:
+    """Keeps main gradients, and sees that what :meth:`runs` shows are sums over all replicas when :meth:`finish` is
+    done.
+
+    Subclasses say what is kept whole (``keep_params``, ``keep_grads``), how a bucket is sent (:meth:`_send`) and how
+    the sums are completed (:meth:`_complete`).
+    """
+
+    def __init__(
+        self,
+        held: Sequence[LocalParameter],
+        states: Sequence[str],
+        mesh: Mesh,
+        *,
+        size: int = 1,
+        keep_params: bool = True,
+        keep_grads: bool = True,
+        cap_bytes: int = BUCKET_BYTES,
+        from_first: bool = False,
+    ) -> None:
+        """``held`` are divided over ``size`` ranks; ``from_first`` starts all copies from the values of the first."""
+        self._mesh = mesh
+        self._divide = partial(divide, grid=mesh.grid, rank=mesh.world.rank, size=size)
+        buckets = build_buckets(held, self._divide, cap_bytes)
+        mesh.open_groups(self._rank_sets(held, from_first))
+        self.flats: list[Flat] = []
+        self._mains: list[Main] = []
+        for number, bucket in enumerate(buckets):  # one at a time: no more than one is whole that will not stay so
+            alone = len(bucket.shard) == 1
+            flat = Flat(bucket, states, keep_params=keep_params or alone, keep_grads=keep_grads or alone)
+            if from_first:
+                _copy_from_first(flat, mesh)
+            self.flats.append(flat)
+            self._mains += [Main(self, number, slot) for slot in bucket.slots]
+            flat.divide()
+        self._of_unit: dict[int, list[Main]] = defaultdict(list)
+        self._of_bucket: dict[int, list[Main]] = defaultdict(list)
+        for main in self._mains:
+            self._of_unit[main.held.unit].append(main)
+            self._of_bucket[main.bucket].append(main)
+            if main.held.parameter.ndim == 2:
+                attach_sink(main.held.parameter, main)
+        self._units_done: set[int] = set()
+        self._sent = 0
+        self._squares = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
+        self._norm_group = self._fewest_for_the_norm()
+
+    # ---- a step, in the order in which it happens
+
+    def begin(self) -> None:
+        """Start a step: nothing has entered, whatever a step that failed half-way has left."""
+        self._units_done.clear()
+        self._sent = 0
+        self._squares.zero_()
+        for main in self._mains:
+            main.entered = False
+            main.held.parameter.grad = None
+
+    def enter_unit(self, unit: int, backward: bool) -> None:
+        """The parameters of ``unit`` are about to be used."""
+
+    def leave_unit(self, unit: int) -> None:
+        """The forward pass of ``unit`` is over."""
+
+    def unit_done(self, unit: int, final: bool) -> None:
+        """A backward pass has completed the gradients of ``unit``: take them in. If no pass will follow (``final``),
+        send each bucket whose units all are complete."""
+        first: tuple[list[Tensor], list[Tensor]] = ([], [])
+        later: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for main in self._of_unit[unit]:
+            gradient = main.held.parameter.grad
+            if gradient is not None and not main.settled:
+                into, what = first if main.enter() else later
+                into.append(main.gradient)
+                what.append(gradient)
+        if first[0]:
+            torch._foreach_copy_(*first)
+        if later[0]:
+            torch._foreach_add_(*later)
+        for main in self._of_unit[unit]:
+            # What still came after the last pass would lie outside the buffer, where `reduce` finds it. Before that
+            # autograd adds the next micro-batch's gradient in place, while it is in the cache.
+            main.held.parameter.grad = main.gradient if main.entered and not final else None
+        if final:
+            self._units_done.add(unit)
+            while self._sent < len(self.flats) and self.flats[self._sent].bucket.units <= self._units_done:
+                self._send_next()
+
+    def reduce(self) -> None:
+        """Every gradient of the step has entered: send what has not been sent."""
+        for main in self._mains:
+            assert main.settled, f"a gradient of {main.held.name} came after its unit was done"
+        while self._sent < len(self.flats):
+            self._send_next()
+
+    def finish(self) -> None:
+        """Wait until the gradients that :meth:`runs` shows are sums over all replicas."""
+        self._complete()
+
+    def norm(self) -> float:
+        """The norm of all gradients, once :meth:`finish` is done."""
+        return global_norm(self._squares, self._norm_group)
+
+    def updated(self) -> None:
+        """The optimizer has updated this rank's part of the parameters."""
+
+    def release(self) -> None:
+        """A pass without gradients is over."""
+
+    # ---- what it holds
+
+    def runs(self) -> list[Run]:
+        """What the optimizer updates: flat runs of parameters that it treats alike."""
+        return [
+            Run(
+                flat.own_params[start:stop],
+                flat.own_grads[start:stop],
+                {name: state[start:stop] for name, state in flat.states.items()},
+                decay,
+            )
+            for flat in self.flats
+            for start, stop, decay in flat.bucket.own_decay_runs()
+        ]
+
+    def weights(self) -> Iterator[Fragment]:
+        """What this rank holds of every weight."""
+        for flat in self.flats:
+            if flat.keep_params:
+                for slot in flat.bucket.slots:
+                    yield from slot.held.fragments("weight", slot.of(flat.params))
+            else:
+                yield from flat.bucket.own_fragments("weight", flat.own_params, self._divide)
+
+    def states(self) -> Iterator[Fragment]:
+        """What this rank holds of every optimizer state."""
+        for flat in self.flats:
+            for name, state in flat.states.items():
+                yield from flat.bucket.own_fragments(name, state, self._divide)
+
+    def gradients(self) -> Iterator[Fragment]:
+        """What this rank holds of every reduced gradient, between :meth:`finish` and the update."""
+        for flat in self.flats:
+            yield from flat.bucket.own_fragments("gradient", flat.own_grads, self._divide)
+
+    @property
+    def held(self) -> Iterator[LocalParameter]:
+        """The parameters that train."""
+        return (main.held for main in self._mains)
+
+    def check_views(self) -> None:
+        """Assert that every parameter still lies where the optimizer updates it."""
+        for flat in self.flats:
+            flat.check_views()
+
+    # ---- for subclasses
+
+    def _send(self, number: int) -> None:
+        """Begin to reduce bucket ``number``, whose gradients are complete."""
+        raise NotImplementedError
+
+    def _complete(self) -> None:
+        """Wait for the sums, and have each bucket's squares added."""
+        raise NotImplementedError
+
+    def _start_cross(self, number: int) -> list[Pending]:
+        """Begin to sum this rank's part of a bucket with those who hold the same part."""
+        flat = self.flats[number]
+        return [
+            start_all_reduce(flat.own_grads[start:stop], self._mesh.group(division.cross), "gradients")
+            for start, stop, division in flat.bucket.own_ranges()
+            if len(division.cross) > 1
+        ]
+
+    @property
+    def _across_stages(self) -> list[int]:
+        """The buckets that several stages sum, in an order that is the same on all of them."""
+        found = [number for number, flat in enumerate(self.flats) if flat.bucket.spans_stages]
+        return sorted(found, key=lambda number: self.flats[number].bucket.name)
+
+    def _add_squares(self, number: int) -> None:
+        """A bucket's sums are there. An element of which several ranks tell the norm counts once between them."""
+        flat, alone = self.flats[number], self._norm_group.size == 1
+        for start, stop, division in flat.bucket.own_ranges():
+            self._squares += squared_norm(flat.own_grads[start:stop]) / (1 if alone else len(division.same))
+
+    def check_open(self, main: Main) -> None:
+        """Assert that a gradient may still enter, and see that its bucket has memory."""
+        assert main.bucket >= self._sent, f"a gradient of {main.held.name} came after its bucket was sent"
+        grads = self.flats[main.bucket].grads
+        if not is_open(grads):
+            open_(grads)
+
+    def _send_next(self) -> None:
+        grads = self.flats[self._sent].grads
+        if not is_open(grads):
+            open_(grads)
+        for main in self._of_bucket[self._sent]:
+            if not main.entered:  # no sample of this rank used it
+                main.gradient.zero_()
+        number, self._sent = self._sent, self._sent + 1
+        self._send(number)
+
+    def _rank_sets(self, held: Sequence[LocalParameter], copies: bool) -> set[tuple[int, ...]]:
+        """The ranks of every group that will be used."""
+        everyone = {who for one in held for who in one.holders}
+        divisions = [self._divide(who) for who in everyone]
+        sets = {ranks for each in divisions for ranks in (each.shard, each.cross)}
+        return sets | {who.copies for who in everyone} if copies else sets
+
+    def _fewest_for_the_norm(self) -> Group:
+        """The ranks that must add up to know the norm: this one alone, if every rank has every reduced gradient."""
+        world = self._mesh.world
+        everything = all(
+            len(each.division.same) == world.size for flat in self.flats for each in flat.bucket.own_ranges()
+        )
+        agreed = torch.tensor([everything], dtype=torch.int64, device=world.device)
+        all_reduce(agreed, world.everyone, "start", "min")
+        return self._mesh.over() if agreed.item() else world.everyone
+
+
+def _copy_from_first(flat: Flat, mesh: Mesh) -> None:
+    for slot in flat.bucket.slots:
+        broadcast(flat.params[slot.start : slot.stop], mesh.group(slot.held.holders[0].copies), "start")

@@ -1,0 +1,68 @@
+"""A linear map whose weight gradient can be made where gradients are kept.
+
+Autograd makes the gradient of a weight as a new tensor, which someone then copies or adds into a buffer: a pass over
+memory as large as the weight, in every micro-batch. A weight with a *sink* hands over the two factors instead, and the
+product is computed into the buffer, or added to it, by the one kernel that computes it. Without a sink a
+:class:`Linear` is ``nn.Linear``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Sink(Protocol):
+    """Takes in the gradient of one weight."""
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add leftᵀ·right to the gradient [out, in]; ``left`` is [rows, out], ``right`` [rows, in]."""
+
+
+def attach_sink(weight: nn.Parameter, sink: Sink) -> None:
+    """Have every linear map by ``weight`` give its gradient to ``sink``, and autograd none of it."""
+    weight.sink = sink  # type: ignore[attr-defined]
+
+
+def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+    """The gradient [out, in] of ``weight`` where y = x·weightᵀ, from the gradient of y [..., out] and x [..., in].
+
+    None where the weight's sink has taken it.
+    """
+    left, right = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    sink: Sink | None = getattr(weight, "sink", None)
+    if sink is None:
+        return left.t() @ right
+    sink.add_product(left, right)
+    return None
+
+
+class Linear(nn.Linear):
+    """``nn.Linear``, whose weight may have a sink."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self.weight, "sink") and torch.is_grad_enabled():
+            y: Tensor = _Linear.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
+            return y
+        return F.linear(x, self.weight, self.bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # the parameter itself, which knows its sink; it outlives the graph
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_x = grad @ weight if needs_x else None
+        grad_weight = weight_gradient(weight, grad, x) if needs_weight else None
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
+        return grad_x, grad_weight, grad_bias

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from shoal.comm.point_to_point import start_receive, start_send
+from shoal.comm.world import World
+from shoal.errors import RankFailed
+from shoal.train.pool import Pool
+
+
+def around(world: World) -> list[float]:
+    """Every rank sends to the next and receives from the one before, sends first: nobody waits for a send."""
+    group = world.everyone
+    mine, got = torch.full((2, 3), float(world.rank)), torch.empty(2, 3)
+    sent = start_send(mine, group, (world.rank + 1) % world.size, 7)
+    start_receive(got, group, (world.rank - 1) % world.size, 7, "boundary").wait()
+    sent.wait()
+    sent.wait()
+    ledger = world.ledger
+    return [got[1, 2].item(), ledger.words("world", "boundary"), ledger.calls(purpose="boundary"), ledger.calls()]
+
+
+def test_messages_are_not_waited_for_and_count_where_they_are_received(pool: Pool) -> None:
+    assert pool.run(around, ranks=3) == [[2, 6, 1, 1], [0, 6, 1, 1], [1, 6, 1, 1]]
+
+
+def by_tag(world: World) -> list[int]:
+    """Ranks 1 and 3 are places 0 and 1 of their group; tags are received in another order than they are sent."""
+    if world.rank in (0, 2):
+        return []
+    group = world.group((1, 3), "pp")
+    if world.rank == 1:
+        sent = [start_send(torch.tensor([10 * tag + n]), group, 1, tag) for n, tag in enumerate((5, 4, 4, 6))]
+        for pending in sent:
+            pending.wait()
+        return []
+    found = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
+    awaited = [start_receive(one, group, 0, tag, "boundary") for one, tag in zip(found, (6, 4, 5, 4), strict=True)]
+    for pending in reversed(awaited):
+        pending.wait()
+    return [int(one.item()) for one in found]
+
+
+def test_messages_of_one_tag_keep_their_order_and_tags_their_own(pool: Pool) -> None:
+    assert pool.run(by_tag)[3] == [63, 41, 50, 42]
+
+
+def of_any_kind(world: World) -> list[bool]:
+    """Whether tensors of other dtypes, of no elements and of no dims arrive as they were sent."""
+    tensors = [torch.arange(6).view(2, 3).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)]
+    tensors += [torch.empty(0, 4), torch.tensor(3.0), torch.tensor([2**40])]
+    found = []
+    for tag, tensor in enumerate(tensors):
+        if world.rank == 0:
+            start_send(tensor, world.everyone, 1, tag).wait()
+        else:
+            got = torch.zeros_like(tensor)
+            start_receive(got, world.everyone, 0, tag, "boundary").wait()
+            found.append(torch.equal(got, tensor))
+    return found
+
+
+def test_tensors_of_any_dtype_and_size_arrive_as_they_were_sent(pool: Pool) -> None:
+    assert pool.run(of_any_kind, ranks=2) == [[], [True] * 6]
+
+
+def silent(world: World) -> None:
+    if world.rank == 0:
+        time.sleep(3)
+    else:
+        start_receive(torch.zeros(1), world.everyone, 0, 1, "boundary").wait()
+
+
+def test_waiting_for_what_never_comes_ends_at_the_time_out_of_the_group(pool: Pool) -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 raised:(.|\n)*Timed out"):
+        pool.run(silent, ranks=2, timeout_s=1)

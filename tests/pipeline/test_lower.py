@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+from pipeline_ranks import breadth_first
+
+from shoal.pipeline.lower import lower
+from shoal.pipeline.program import DROPS, RECEIVES, SENDS, Op, Program
+from shoal.pipeline.schedules.forward_only import forward_only
+from shoal.pipeline.schedules.gpipe import gpipe
+from shoal.pipeline.schedules.one_f_one_b import one_f_one_b
+
+PASSES = (Op.FORWARD, Op.BACKWARD)
+
+
+def test_1f1b_over_three_ranks_is_lowered_to_this() -> None:
+    """Worked out by hand: what is sent right after its pass, received one pass ahead, and dropped once known to be
+    there. Rank 1 has taken micro-batches 0 and 1 before it sends its first gradient."""
+    first, second, third = map(str, lower(one_f_one_b(3, 3)))
+    assert first == (
+        "F0.0 SA0.0>1 F0.1 SA0.1>1 RG0.0<1 F0.2 SA0.2>1 RG0.1<1 DA0.0>1 DA0.1>1 B0.0 RG0.2<1 DA0.2>1 B0.1 B0.2 R0 N U"
+    )
+    assert second == (
+        "RA1.0<0 RA1.1<0 F1.0 SA1.0>2 RG1.0<2 F1.1 SA1.1>2 RA1.2<0 DA1.0>2 B1.0 SG1.0>0 RG1.1<2 F1.2 SA1.2>2 "
+        "RG1.2<2 DA1.1>2 B1.1 SG1.1>0 DA1.2>2 B1.2 SG1.2>0 R1 N U DG1.0>0 DG1.1>0 DG1.2>0"
+    )
+    assert third == (
+        "RA2.0<1 F2.0 RA2.1<1 B2.0 SG2.0>1 F2.1 RA2.2<1 B2.1 SG2.1>1 DG2.0>1 F2.2 B2.2 SG2.2>1 R2 N U DG2.1>1 DG2.2>1"
+    )
+
+
+@pytest.mark.parametrize("passes", [one_f_one_b(4, 8), gpipe(3, 4), one_f_one_b(4, 2), breadth_first((0, 1, 0, 1), 3)])
+def test_the_passes_stay_as_they_are_and_no_gradient_is_expected_before_its_form_is_known(
+    passes: tuple[Program, ...],
+) -> None:
+    for program, lowered in zip(passes, lower(passes), strict=True):
+        assert tuple(act for act in lowered.actions if act.op in PASSES) == program.actions
+        seen = set()
+        for at, act in enumerate(lowered.actions):
+            if act.op in RECEIVES:
+                consumer = act._replace(op=PASSES[act.op is Op.RECEIVE_GRADIENT], peer=-1)
+                between = [one for one in lowered.actions[at : lowered.actions.index(consumer)] if one.op in PASSES]
+                assert len(between) <= 1, f"{act} is more than one pass ahead"
+                assert act.op is Op.RECEIVE_ACTIVATION or consumer._replace(op=Op.FORWARD) in seen
+            seen.add(act)
+
+
+def waiting(program: Program, sends: Op) -> int:
+    """The most messages of one kind that are sent and not yet dropped at one moment."""
+    most = live = 0
+    for act in program.actions:
+        live += (act.op is sends) - (act.op is DROPS[sends])
+        most = max(most, live)
+    assert live == 0
+    return most
+
+
+@pytest.mark.parametrize("micro_batches", [4, 32])
+def test_1f1b_keeps_no_more_sent_tensors_for_more_micro_batches(micro_batches: int) -> None:
+    programs = lower(one_f_one_b(4, micro_batches))
+    assert [waiting(program, Op.SEND_ACTIVATION) for program in programs] == [4, 3, 2, 0]
+    assert [waiting(program, Op.SEND_GRADIENT) for program in programs] == [0, 4, 3, 2]
+
+
+def test_forward_passes_alone_have_no_end_of_a_step() -> None:
+    ops = {act.op for program in lower(forward_only((0, 1, 2), 2)) for act in program.actions}
+    assert ops == {Op.FORWARD, Op.SEND_ACTIVATION, Op.RECEIVE_ACTIVATION, Op.DROP_ACTIVATION}
+
+
+def test_what_stays_on_a_rank_is_neither_sent_nor_received() -> None:
+    tip, ends = lower(breadth_first((0, 1, 1, 0), 2))[1], lower(breadth_first((0, 0), 2))[0]
+    assert {act.stage for act in tip.actions if act.op is Op.SEND_ACTIVATION} == {2}
+    assert {act.stage for act in tip.actions if act.op is Op.SEND_GRADIENT} == {1}
+    assert not [act for act in ends.actions if act.op in SENDS or act.op in RECEIVES]
