@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, cast
@@ -14,18 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from shoal import checkpoint
+from shoal.build import interpreter_of, programs_of, run_of, stages_of, sync_of
 from shoal.comm.collectives import all_reduce, broadcast, start_all_reduce
 from shoal.comm.world import World
 from shoal.config import Optimizer
-from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.buffers import average, copy_from_first
-from shoal.data_parallel.sync import Sync
-from shoal.data_parallel.zero import Zero, ZeroThree
 from shoal.errors import ConfigError, Diverged, LayoutError, setting
 from shoal.layout import Layout
 from shoal.local import (
-    Interpreter,
-    LocalParameter,
     adapt,
     allot,
     buffer_fragments,
@@ -34,36 +29,15 @@ from shoal.local import (
     persistent_buffers,
     settle,
 )
-from shoal.memory.recompute import recompute_attention, recomputed
 from shoal.mesh import Mesh
 from shoal.model.context import Batch, Cache
 from shoal.model.decoder import Decoder
 from shoal.model.generate import Decode
-from shoal.model.roles import RoleTable, role_of
 from shoal.model.task import PlainTask, Task
 from shoal.optim.clip import clip_factor
 from shoal.optim.optimizers import Updater, state_names
 from shoal.pipeline.executor import Executor, Handlers, Stage
-from shoal.pipeline.faults import faults
-from shoal.pipeline.lower import lower
-from shoal.pipeline.program import Program
-from shoal.pipeline.schedules.forward_only import forward_only
-from shoal.pipeline.schedules.gpipe import gpipe
-from shoal.pipeline.schedules.one_f_one_b import one_f_one_b
-from shoal.pipeline.stages import cut
 from shoal.placement import Fragment
-from shoal.tensor.one_d import OneD
-from shoal.tensor.whole import Whole
-
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-
-
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
 @dataclass(frozen=True)
@@ -128,7 +102,8 @@ class Engine:
         module, roles, layers, mesh = self.task.module, self.task.roles, self.task.layers(), self.mesh
         # Cut into pipeline stages.
         stages = stages_of(self.layout, layers, roles)
-        mine = stages[mesh.coords["pp"]]
+        at = mesh.coords["pp"]
+        mine = stages[at]
         used = {unit: list(layers[unit][1].parameters()) for unit in mine}
         # Place: what this rank has of each parameter, and the modules that compute with their part of it.
         interpreter = interpreter_of(self.layout, roles)
@@ -141,20 +116,21 @@ class Engine:
         for unit in mine:
             adapt(*layers[unit], roles, interpreter, self._tensor)
         # Recompute.
-        runs = tuple((unit, self._run(*layers[unit], last=unit == len(layers) - 1)) for unit in mine)
+        runs = tuple((unit, run_of(self.layout, self.task, unit, at)) for unit in mine)
         # Shard, and materialise by placement.
         self._frozen = [settle(one) for one in held if not one.parameter.requires_grad]
         uses = {unit: [names[parameter] for parameter in used[unit]] for unit in mine}
-        self._sync = self._replicate([one for one in held if one.parameter.requires_grad], uses)
-        if isinstance(self.task, PlainTask):  # its values did not come from the seed
+        trained = [one for one in held if one.parameter.requires_grad]
+        from_first = isinstance(self.task, PlainTask)  # its values did not come from the seed
+        self._sync = sync_of(self.layout, trained, state_names(self.optimizer), mesh, uses, from_first)
+        if from_first:
             copy_from_first((one.parameter.data for one in self._frozen), self._replicas)
             copy_from_first(module.buffers(), self._replicas)
         self._updater = Updater(self.optimizer, self._sync.runs())
         # The Program, and what its actions mean.
         self._interpreter = interpreter
-        self._program, self._forward_program, self._decode_program = self._programs()
-        at, last = mesh.coords["pp"], len(stages) - 1
-        stage = Stage(at, first=at == 0, last=at == last, layers=runs)
+        self._programs = programs_of(self.layout, at)
+        stage = Stage(at, first=at == 0, last=at == len(stages) - 1, layers=runs)
         handlers = Handlers(
             enter_unit=self._sync.enter_unit,
             leave_unit=self._sync.leave_unit,
@@ -164,43 +140,6 @@ class Engine:
             update=self._update,
         )
         self._executor = Executor(self.task, [stage], handlers, self._pipeline)
-
-    def _replicate(self, trained: list[LocalParameter], uses: Mapping[int, Sequence[str]]) -> Sync:
-        """How replicas keep equal, and what each keeps."""
-        layout = self.layout
-        given = (trained, state_names(self.optimizer), self.mesh)
-        from_first = isinstance(self.task, PlainTask)
-        size = layout.zero_group or layout.dp * layout.cp
-        match layout.zero:
-            case 0:
-                return AllReduce(*given, from_first=from_first)
-            case 1 | 2:
-                return Zero(*given, size=size, keep_grads=layout.zero == 1, from_first=from_first)
-            case _:
-                return ZeroThree(*given, size=size, uses=uses, resident=layout.pp > 1, from_first=from_first)
-
-    def _programs(self) -> Iterator[Program]:
-        """This rank's part of a training step, of an evaluation, and of decoding a token."""
-        layout = self.layout
-        for train, passes in (
-            (True, SCHEDULES[layout.schedule](layout.pp, layout.mb)),
-            (False, forward_only(range(layout.pp), layout.mb)),
-            (False, forward_only(range(layout.pp), 1)),
-        ):
-            programs = lower(passes)
-            assert not (found := faults(programs, train=train)), found
-            yield programs[self.mesh.coords["pp"]]
-
-    def _run(self, name: str, layer: nn.Module, last: bool) -> Callable[[Tensor, Any], Tensor]:
-        """How a layer is run: with what is kept of it for the backward pass. The last layer's backward pass follows at
-        once, so recomputing it would free nothing."""
-        layout = self.layout
-        if layout.recompute_stages is None or self.mesh.coords["pp"] in layout.recompute_stages:
-            if layout.recompute == "full" and not last:
-                return recomputed(partial(self.task.apply_layer, layer))
-            if layout.recompute == "selective":
-                recompute_attention(name, layer, self.task.roles)
-        return partial(self.task.apply_layer, layer)
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step over this data-parallel rank's samples of the whole step (dim 0 of every tensor).
@@ -220,7 +159,7 @@ class Engine:
 
         contexts = self._contexts(seed=self.seed, step=self.steps_done, train=True)
         with torch.enable_grad():
-            loss = self._executor.run(self._program, batches, contexts, scale).double()
+            loss = self._executor.run(self._programs.train, batches, contexts, scale).double()
         agreed.wait()  # a rank without a gradient of its own has not asked for the scale
         all_reduce(loss, self._losses, "loss")
         average((buffer for _, buffer in persistent_buffers(self.task.module)), self._replicas)
@@ -234,7 +173,7 @@ class Engine:
         self.drain()
         batches = self._micro_batches(batch)
         with self._forward_only():
-            loss = self._executor.run(self._forward_program, batches, self._contexts()).double()
+            loss = self._executor.run(self._programs.evaluate, batches, self._contexts()).double()
         weight = self._weight(batches)
         all_reduce(loss, self._losses, "evaluation")
         all_reduce(weight, self._replicas, "evaluation")
@@ -249,7 +188,7 @@ class Engine:
         def decode(tokens: list[int]) -> Tensor:
             batch = cache.following(torch.tensor([tokens], device=self.world.device))
             with self._forward_only():
-                found = self._executor.outputs(self._decode_program, [batch], self._contexts(cache=cache))
+                found = self._executor.outputs(self._programs.decode, [batch], self._contexts(cache=cache))
             logits = found[0][0, -1] if found else next(task.parameters()).new_empty(task.shape.vocab)
             broadcast(logits, self._pipeline, "generation", source=self._pipeline.size - 1)
             return logits
@@ -364,32 +303,6 @@ class Engine:
         here = {name: tensor.to(self.world.device) for name, tensor in batch.items()}
         size = samples // count
         return [{name: tensor[i * size : (i + 1) * size] for name, tensor in here.items()} for i in range(count)]
-
-
-def stages_of(layout: Layout, layers: Sequence[tuple[str, nn.Module]], roles: RoleTable) -> tuple[range, ...]:
-    """The units of each pipeline stage. A layer costs what its matrices do; looking up an embedding is next to nothing.
-
-    Raises :class:`LayoutError` where there are more stages than layers.
-    """
-    costs = [
-        sum(
-            parameter.numel()
-            for owner, module in layer.named_modules()
-            if role_of(roles, f"{name}.{owner}").kind != "embed"
-            for parameter in module.parameters(recurse=False)
-        )
-        for name, layer in layers
-    ]
-    return cut(costs, layout.stages, layout.stage_layers)
-
-
-def interpreter_of(layout: Layout, roles: RoleTable) -> Interpreter:
-    """Who answers for each role under a layout."""
-    if layout.tp == 1:
-        return Whole()
-    if not roles:
-        raise LayoutError(setting("layout.tp", layout.tp, "the module has no role table", "use tp=1"))
-    return OneD(layout.tp, sequence=layout.tp_kind == "1d-sp")
 
 
 def _as_task(

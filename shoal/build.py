@@ -1,0 +1,131 @@
+"""What the words of a layout become: for each, the thing that carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data_parallel.allreduce import AllReduce
+from shoal.data_parallel.sync import Sync
+from shoal.data_parallel.zero import Zero, ZeroThree
+from shoal.errors import LayoutError, setting
+from shoal.layout import Layout
+from shoal.local import Interpreter, LocalParameter
+from shoal.memory.recompute import recompute_attention, recomputed
+from shoal.mesh import Mesh
+from shoal.model.roles import RoleTable, role_of
+from shoal.model.task import Task
+from shoal.pipeline.faults import faults
+from shoal.pipeline.lower import lower
+from shoal.pipeline.program import Program
+from shoal.pipeline.schedules.forward_only import forward_only
+from shoal.pipeline.schedules.gpipe import gpipe
+from shoal.pipeline.schedules.one_f_one_b import one_f_one_b
+from shoal.pipeline.stages import cut
+from shoal.tensor.one_d import OneD
+from shoal.tensor.whole import Whole
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
+
+
+def stages_of(layout: Layout, layers: Sequence[tuple[str, nn.Module]], roles: RoleTable) -> tuple[range, ...]:
+    """``pp``: the units of each pipeline stage.
+
+    A layer costs what its matrices do; looking up an embedding is next to nothing. Where no role tells the ends of the
+    model from its blocks, every layer is a block. Raises :class:`LayoutError` where there are more stages than layers.
+    """
+    if layout.stages > len(layers):
+        problem = f"{layout.stages} stages are more than the model's {len(layers)} layers"
+        raise LayoutError(setting("layout.pp", layout.pp, problem, "use pp=1"))
+    costs = [
+        sum(
+            parameter.numel()
+            for owner, module in layer.named_modules()
+            if role_of(roles, f"{name}.{owner}").kind != "embed"
+            for parameter in module.parameters(recurse=False)
+        )
+        for name, layer in layers
+    ]
+    if roles:
+        return cut(costs, layout.stages, layout.stage_layers)
+    between = cut([0, *costs, 0], layout.stages, layout.stage_layers)
+    return tuple(range(max(0, one.start - 1), min(len(layers), one.stop - 1)) for one in between)
+
+
+def interpreter_of(layout: Layout, roles: RoleTable) -> Interpreter:
+    """``tp``: who answers for each role."""
+    if layout.tp == 1:
+        return Whole()
+    if not roles:
+        raise LayoutError(setting("layout.tp", layout.tp, "the module has no role table", "use tp=1"))
+    return OneD(layout.tp, sequence=layout.tp_kind == "1d-sp")
+
+
+def run_of(layout: Layout, task: Task, unit: int, stage: int) -> Callable[[Tensor, Any], Tensor]:
+    """``recompute``: how a layer is run, and what is kept of it for the backward pass. The last layer's backward pass
+    follows at once, so recomputing it would free nothing."""
+    layers = task.layers()
+    name, layer = layers[unit]
+    run = partial(task.apply_layer, layer)
+    if layout.recompute_stages is not None and stage not in layout.recompute_stages:
+        return run
+    if layout.recompute == "selective":
+        recompute_attention(name, layer, task.roles)
+    return recomputed(run) if layout.recompute == "full" and unit < len(layers) - 1 else run
+
+
+def sync_of(
+    layout: Layout,
+    trained: Sequence[LocalParameter],
+    states: Sequence[str],
+    mesh: Mesh,
+    uses: Mapping[int, Sequence[str]],
+    from_first: bool,
+) -> Sync:
+    """``zero`` and ``sync``: how replicas keep equal, and what each keeps. ``uses`` names each unit's parameters."""
+    size = layout.zero_group or layout.dp * layout.cp
+    match layout.zero:
+        case 0:
+            return AllReduce(trained, states, mesh, from_first=from_first)
+        case 1 | 2:
+            return Zero(trained, states, mesh, size=size, keep_grads=layout.zero == 1, from_first=from_first)
+        case _:
+            resident = layout.pp > 1
+            return ZeroThree(trained, states, mesh, size=size, uses=uses, resident=resident, from_first=from_first)
+
+
+@dataclass(frozen=True)
+class Programs:
+    """One rank's part of a training step, of an evaluation, and of decoding a token."""
+
+    train: Program
+    evaluate: Program
+    decode: Program
+
+
+def programs_of(layout: Layout, stage: int) -> Programs:
+    """``pp`` and ``mb``: what one rank does, in order."""
+
+    def mine(passes: tuple[Program, ...], train: bool) -> Program:
+        programs = lower(passes)
+        assert not (found := faults(programs, train=train)), found
+        return programs[stage]
+
+    ranks = range(layout.pp)
+    return Programs(
+        train=mine(SCHEDULES[layout.schedule](layout.pp, layout.mb), train=True),
+        evaluate=mine(forward_only(ranks, layout.mb), train=False),
+        decode=mine(forward_only(ranks, 1), train=False),
+    )
