@@ -27,8 +27,9 @@ from shoal.mesh import Grid
 CHECKED = 5
 """Steps in which losses and norms must agree; they warm everything up as well, and none is timed."""
 
-TOLERANCE = 1e-5
-"""Largest relative difference of a loss or a norm, in float32."""
+LOSS_TOLERANCE = 1e-5
+NORM_TOLERANCE = 1e-4
+"""Largest relative differences. PyTorch adds up its norm in float32: at 20 M gradients it is off by 1e-5 by itself."""
 
 SHOAL = "Shoal"
 
@@ -143,11 +144,11 @@ def compare(reference: str, steps: Sequence[Mapping[str, tuple[float, float]]]) 
     for number, seen in enumerate(steps, 1):
         for name in worst:
             loss, norm = (abs(a - b) / abs(b) for a, b in zip(seen[name], seen[reference], strict=True))
-            if not (loss <= TOLERANCE and (norm <= TOLERANCE or number > 1)):  # a NaN is not
+            if not (loss <= LOSS_TOLERANCE and (norm <= NORM_TOLERANCE or number > 1)):  # a NaN is not
                 said = (f"{seen[who][0]:.9g} and {seen[who][1]:.9g} with {who}" for who in (reference, name))
                 raise TrainersDiffer(
-                    f"step {number}: loss and gradient norm are {', '.join(said)}: "
-                    f"further apart than {TOLERANCE:g} (relative), so nothing was timed"
+                    f"step {number}: loss and gradient norm are {', '.join(said)}; they may differ by "
+                    f"{LOSS_TOLERANCE:g} and {NORM_TOLERANCE:g} of themselves; nothing was timed"
                 )
             worst[name] = max(worst[name], loss)
     return worst

@@ -57,7 +57,8 @@ def pipeline(case: Case, world: World, *, schedule: type[ScheduleGPipe] | type[S
 
     def step(batch: Batch) -> tuple[float, float]:
         optimizer.zero_grad(set_to_none=True)
-        labels, losses = batch["labels"], []
+        labels = batch["labels"]
+        losses: list[Tensor] = []
         runner.step(
             *([batch["tokens"]] * first),
             positions=batch["positions"],
@@ -69,7 +70,7 @@ def pipeline(case: Case, world: World, *, schedule: type[ScheduleGPipe] | type[S
         )
         if table is not None:
             dist.all_reduce(table.grad)
-        square = get_total_norm([p.grad for p in counts_in_norm]) ** 2
+        square = get_total_norm([p.grad for p in counts_in_norm if p.grad is not None]) ** 2
         both = torch.stack([square, torch.stack(losses).detach().sum() if last else torch.zeros(())])
         dist.all_reduce(both)
         norm = both[0].sqrt()

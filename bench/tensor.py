@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from bench.trainers import Case, Step, peer_adamw, peer_model, training_loop
 from shoal.comm.world import World
 from shoal.data.batches import Batch
 from shoal.model.context import Context
-from shoal.model.decoder import Fused, Head
+from shoal.model.decoder import Block, Fused, Head
 from shoal.model.loss import IGNORED
 
 
@@ -22,9 +22,10 @@ def dtensor(case: Case, world: World) -> Step:
     head divided, and with it the logits and their cross-entropy. Norms are whole on every rank."""
     model = peer_model(case)
     for block in model.blocks:
-        block.attn.qkv = DividedFused(block.attn.qkv, world.size)
-        block.ffn.gate_up = DividedFused(block.ffn.gate_up, world.size)
-    model.head = DividedHead(model.head)
+        assert isinstance(block, Block)
+        block.attn.qkv = DividedFused(block.attn.qkv, world.size)  # type: ignore[assignment]
+        block.ffn.gate_up = DividedFused(block.ffn.gate_up, world.size)  # type: ignore[assignment]
+    model.head = DividedHead(model.head)  # type: ignore[assignment]
     plan = {
         "embed.table": RowwiseParallel(input_layouts=Replicate()),
         "blocks.*.attn.qkv.linear": ColwiseParallel(),
@@ -56,7 +57,7 @@ class DividedFused(nn.Module):
         self.linear.weight = nn.Parameter(torch.cat([share for rank in zip(*shares, strict=True) for share in rank]))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.linear(x).split(self.parts, dim=-1)
+        return torch.split(self.linear(x), self.parts, dim=-1)
 
 
 class DividedHead(nn.Module):
@@ -67,8 +68,11 @@ class DividedHead(nn.Module):
         self.norm, self.out = head.norm, head.out
 
     def forward(self, x_BTH: Tensor, ctx: Context) -> Tensor:
+        assert ctx.labels is not None
         logits = self.out(self.norm(x_BTH)).flatten(0, 1)
-        return F.cross_entropy(logits, ctx.labels.flatten(), ignore_index=IGNORED, reduction="sum").to_local()
+        total = F.cross_entropy(logits, ctx.labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        assert isinstance(total, DTensor)
+        return total.to_local()
 
 
 PEERS = {"DTensor": dtensor}

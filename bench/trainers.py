@@ -138,13 +138,14 @@ def micro_batches(batch: Batch, count: int) -> list[Batch]:
 
 
 def clip(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The norm of all gradients before they are clipped. Sharded ones and whole ones do not mix in one call."""
-    sharded, whole = [], []
-    for parameter in parameters:
-        (sharded if isinstance(parameter, DTensor) else whole).append(parameter)
-    kinds = [kind for kind in (sharded, whole) if kind]
-    norms = [get_total_norm([p.grad for p in kind]) for kind in kinds]
-    norm = torch.linalg.vector_norm(torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]))
+    """Clip the gradients by their global norm, and return what it was. Sharded and whole ones do not mix in a call."""
+    parameters = list(parameters)
+    kinds = [[p for p in parameters if isinstance(p, DTensor) is sharded] for sharded in (True, False)]
+    kinds = [kind for kind in kinds if kind]
+    norms = [get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds]
+    norm: Tensor = torch.linalg.vector_norm(
+        torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms])
+    )
     for kind in kinds:
         clip_grads_with_norm_(kind, OPTIMIZER.clip, norm)
     return norm

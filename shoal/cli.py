@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from shoal import config as configuration
 from shoal.config import Config
-from shoal.errors import ConfigError, DataError, ShoalError, setting
+from shoal.errors import ConfigError, DataError, LayoutError, ShoalError, setting
 from shoal.layout import Layout
 
 if TYPE_CHECKING:
@@ -121,6 +121,48 @@ def verify(
 
         console.print(parity_table(report))
     raise typer.Exit(0 if report.agree else 1)
+
+
+@app.command(name="layout")
+def show_layout(
+    layout: Annotated[str, typer.Argument(metavar="LAYOUT", help="how the work is spread, such as dp=2,tp=2,zero=3")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE.svg", help="where the picture goes; default: out/layout-….svg")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", metavar="RUN.toml", help="the run file with the model; default: a small one")
+    ] = None,
+    picture: Annotated[bool, typer.Option("--picture", help="draw it too")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Show what a layout means, and who holds which block of each weight, before anything is rented.
+
+    Example: shoal layout dp=2,tp=2:1d-sp,pp=2:1f1b,zero=3,mb=4 --picture
+    """
+    from shoal.report.example import example
+    from shoal.report.layout import layout_report
+    from shoal.report.layout_picture import picture_path, write_picture
+    from shoal.report.ownership import ownership, shown
+    from shoal.train.setup import fit, make_model
+
+    plan = Layout.parse(layout)
+    config, plan = _read(run, layout, None) if run is not None else (example(plan), plan)
+    try:
+        plan = fit(config, plan, _fewest(plan))
+    except LayoutError as error:
+        if run is None:
+            error.add_note("this is about a small model that serves as an example; name yours with --run RUN.toml")
+        raise
+    drawn = picture_path(plan, file) if picture or file is not None else None
+    model = make_model(config, plan)
+    owned = ownership(model, plan, shown(plan))
+    if drawn is not None:
+        write_picture(owned, drawn)
+    if json:
+        typer.echo(jsonlib.dumps(ownership(model, plan).as_json()))
+        return
+    console.print(layout_report(owned), soft_wrap=False)
+    console.print("\n" + (f"picture: {escape(str(drawn))}" if drawn is not None else "--picture draws it"))
 
 
 @app.command()

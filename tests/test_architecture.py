@@ -25,6 +25,7 @@ TIERS = (
     ("acyclic", {"layout", "config"}),
     ("acyclic", {"model", "optim", "data", "placement", "local", "mesh", "comm", "meter"}),
     ("apart", {"pipeline", "data_parallel", "tensor", "context", "expert", "memory", "checkpoint"}),
+    ("apart", {"build"}),
     ("apart", {"engine"}),
     ("apart", {"train"}),
     ("apart", {"cli"}),
@@ -34,6 +35,7 @@ READERS = {"plan", "report"}  # read every tier below `train`; imported by `cli`
 TORCH_FREE = {  # these, and what they import when imported, start without torch
     *("shoal.cli", "shoal.layout", "shoal.config", "shoal.errors", "shoal.optim.schedule", "shoal.plan.search"),
     *("shoal.pipeline.program", "shoal.pipeline.schedules", "shoal.pipeline.simulate"),
+    *("shoal.pipeline.lower", "shoal.pipeline.faults", "shoal.pipeline.stages"),
 }
 BRINGS_TORCH = {"torch", "safetensors.torch"}
 

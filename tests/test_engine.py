@@ -1,35 +1,31 @@
-"""The engine on Shoal's decoder and on a user's own module."""
+"""The engine on a user's own modules and on Shoal's decoder: what every layout must leave as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_ranks import Held, equal, put_together, weights
 from torch import Tensor, nn
 
 from shoal.comm.world import World
 from shoal.config import Config, Optimizer, load
-from shoal.engine import Engine
+from shoal.build import DTYPES, SCHEDULES
+from shoal.engine import Engine, StepResult
 from shoal.errors import ConfigError, LayoutError
 from shoal.layout import Layout
-from shoal.meter import Meter
-from shoal.placement import assemble
+from shoal.layout.layout import BUILT
+from shoal.mesh import Grid
 from shoal.train.pool import Pool
-from shoal.train.setup import make_engine, open_data
+from shoal.train.setup import make_engine
 
 RUN = Path(__file__).parents[1] / "runs" / "tiny6.toml"
 OPTIMIZER = Optimizer(lr=1e-2, weight_decay=0.1, clip=0.5)
-WIDTH = 10
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Pool]:
-    with Pool(4) as pool:
-        yield pool
+SAMPLES, STEPS, WIDTH = 12, 5, 10
 
 
 class Mlp(nn.Module):
@@ -44,18 +40,47 @@ class Mlp(nn.Module):
         self.gate = nn.Parameter(torch.randn(7))
         self.last = nn.Linear(7, 1)
         self.register_buffer("shift", torch.randn(7))
-        self.register_buffer("mean", torch.zeros(7))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.running = Running(7)
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.frozen(self.first(x)) + self.shift)
-        if self.training:
-            self.mean += 0.1 * (hidden.detach().mean(0) - self.mean)
-            self.calls += 1
+        hidden = self.running(self.frozen(self.first(x)) + self.shift)
         if (x[:, 0] > 0).any():
             hidden = torch.where(x[:, :1] > 0, hidden * self.gate, hidden)
         return self.last(hidden)
+
+
+class Running(nn.Module):
+    """tanh, with the running mean of its output and the number of its calls in training."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(x)
+        if self.training:
+            self.mean += 0.1 * (hidden.detach().mean(0) - self.mean)
+            self.calls += 1
+        return hidden
+
+
+def chain(seed: int) -> nn.Sequential:
+    """Eight layers: two with buffers, a frozen one, and one that runs twice."""
+    torch.manual_seed(seed)
+    frozen, twice = nn.Linear(6, 6), nn.Linear(6, 6)
+    frozen.requires_grad_(False)
+    layers = [nn.Linear(WIDTH, 6), Running(6), twice, frozen, nn.Linear(6, 6), Running(6), twice, nn.Linear(6, 1)]
+    return nn.Sequential(*layers).double()
+
+
+def bare(seed: int) -> nn.Sequential:
+    """The same without buffers."""
+    return nn.Sequential(*(nn.Tanh() if isinstance(layer, Running) else layer for layer in chain(seed)))
+
+
+MAKERS: dict[str, Callable[[int], nn.Module]] = {"mlp": Mlp, "chain": chain, "bare": bare}
 
 
 def loss(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -63,74 +88,130 @@ def loss(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def samples(step: int) -> dict[str, Tensor]:
-    """Twelve samples; in the first half none uses the gate, and at step 2 none at all does."""
+    """In the first half of the samples none uses the gate, and at step 2 none at all does."""
     generator = torch.Generator().manual_seed(step)
-    x = torch.randn(12, WIDTH, dtype=torch.float64, generator=generator)
-    x[:, 0] = x[:, 0].abs() * torch.tensor([-1.0] * 6 + [-1.0 if step == 2 else 1.0] * 6)
+    x = torch.randn(SAMPLES, WIDTH, dtype=torch.float64, generator=generator)
+    half = SAMPLES // 2
+    x[:, 0] = x[:, 0].abs() * torch.tensor([-1.0] * half + [-1.0 if step == 2 else 1.0] * half)
     return {"inputs": x, "targets": x.sum(1)}
 
 
-def run_mlp(world: World, layout: str, seeds: list[int], folder: Path) -> dict[str, Any]:
-    """Five steps; each rank would start from its own seed if the engine did not start all from the first."""
-    engine = Engine(
-        Mlp(seeds[world.rank]), Layout.parse(layout), optimizer=OPTIMIZER, world=world, loss=loss
-    )  # fmt: skip
-    share = 12 // engine.layout.dp
-    here = engine.mesh.coords["dp"] * share
-    losses = []
-    for step in range(5):
-        batch = {name: x[here : here + share] for name, x in samples(step).items()}
-        losses.append(engine.step(batch).loss)
-    path = engine.save(folder, {"made": "here"})
-    restored = Engine(Mlp(99), engine.layout, optimizer=OPTIMIZER, world=world, loss=loss)
-    assert restored.load(path) == {"made": "here"}
-    again, state = engine.task.module.state_dict(), restored.task.module.state_dict()
-    assert all(torch.equal(again[name], state[name]) for name in again)
-    trained = {name: x.tolist() for name, x in state.items()}
-    following = {name: x[here : here + share] for name, x in samples(7).items()}
-    assert engine.step(following) == restored.step(following)
-    return {"losses": losses, "state": trained}
+@dataclass(frozen=True)
+class Course:
+    """Five steps, an evaluation after them, and what this rank held before and after."""
+
+    steps: list[StepResult]
+    evaluated: tuple[float, float]
+    before: list[Held]
+    after: list[Held]
 
 
-def plain_mlp() -> tuple[list[float], Mlp]:
-    model = Mlp(0)
-    matrices = [p for p in model.parameters() if p.ndim > 1 and p.requires_grad]
-    vectors = [p for p in model.parameters() if p.ndim <= 1 and p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-        lr=1e-2,
-        betas=(0.9, 0.95),
-    )
-    losses = []
-    for step in range(5):
-        batch = samples(step)
-        total = loss(model(batch["inputs"]), batch) / 12
-        for p in [*matrices, *vectors]:
-            p.grad = torch.zeros_like(p)
+def train(world: World, name: str, line: str, folder: Path) -> Course:
+    """A course from the seed of the first replica, each having its own; then a save, and a load into another engine,
+    which must go on alike."""
+
+    def engine(seed: int) -> Engine:
+        return Engine(MAKERS[name](seed), Layout.parse(line), optimizer=OPTIMIZER, world=world, loss=loss)
+
+    layout = Layout.parse(line)
+    one = engine(seed=Grid(layout.axes).coords(world.rank)["dp"])
+    share = SAMPLES // one.layout.dp
+    here = one.mesh.coords["dp"] * share
+
+    def part(number: int) -> dict[str, Tensor]:
+        return {name: x[here : here + share] for name, x in samples(number).items()}
+
+    before = weights(one)
+    steps = [one.step(part(number)) for number in range(STEPS)]
+    course = Course(steps, one.evaluate(part(STEPS)), before, weights(one))
+    path = one.save(folder, {"made": "here"})
+    other = engine(99)
+    assert other.load(path) == {"made": "here"}
+    assert equal(course.after, weights(other))
+    assert one.step(part(7)) == other.step(part(7))
+    return course
+
+
+def train_plainly(model: nn.Module, layout: Layout) -> tuple[list[float], list[float]]:
+    """The same five steps by plain PyTorch: losses, and gradient norms before clipping.
+
+    A micro-batch is that of all replicas together, so that running means come out the same.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batch = {
+            name: x.unflatten(0, (layout.dp, layout.mb, -1)).transpose(0, 1).flatten(1, 2)
+            for name, x in samples(step).items()
+        }
+        total = torch.zeros(())
+        for number in range(layout.mb):
+            micro_batch = {name: x[number] for name, x in batch.items()}
+            total = total + loss(model(micro_batch["inputs"]), micro_batch) / SAMPLES
         total.backward()
-        norm = sum((p.grad.square().sum() for p in [*matrices, *vectors]), torch.zeros(())).sqrt()
-        for p in [*matrices, *vectors]:
-            p.grad.mul_(min(1.0, 0.5 / norm.item()))
-        optimizer.step()
+        for p in trained:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         losses.append(total.item())
-    return losses, model
+        norms.append(torch.cat([p.grad.flatten() for p in trained]).norm().item())
+        for p in trained:
+            p.grad *= min(1.0, OPTIMIZER.clip / norms[-1])
+        optimizer.step()
+    return losses, norms
 
 
-@pytest.mark.parametrize("layout", ["dp=1", "dp=2", "dp=3,mb=2", "dp=4"])
-def test_a_users_own_module_trains_as_it_would_alone(layout: str, workers: Pool, tmp_path: Path) -> None:
-    ranks = Layout.parse(layout).ranks
-    found = workers.run(run_mlp, layout, [0, 5, 6, 7], tmp_path, ranks=ranks)
-    losses, model = plain_mlp()
-    assert all(one == found[0] for one in found), "the replicas agree in every bit, buffers included"
-    assert found[0]["losses"] == pytest.approx(losses, rel=1e-12)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            torch.tensor(found[0]["state"][name], dtype=torch.float64), parameter, atol=1e-11, rtol=0
-        )
-    untouched = Mlp(0)
-    assert found[0]["state"]["shift"] == untouched.shift.tolist(), "a buffer that nothing writes stays, bit for bit"
-    assert found[0]["state"]["frozen.weight"] == untouched.frozen.weight.tolist()
-    assert found[0]["state"]["calls"] == 5 * Layout.parse(layout).mb
+CASES = [
+    ("mlp", "dp=1"),
+    ("mlp", "dp=2"),
+    ("mlp", "dp=3,mb=2"),
+    ("mlp", "dp=2,zero=1"),
+    ("mlp", "dp=3,zero=2,mb=2"),
+    ("mlp", "dp=4,zero=3"),
+    ("mlp", "dp=4,zero=3/2"),
+    ("chain", "dp=2,mb=2"),
+    ("chain", "dp=3,zero=3,mb=2"),
+    ("chain", "dp=2,pp=2"),
+    ("chain", "dp=2,pp=2:gpipe{layers=2/4},zero=1,mb=3"),
+    ("chain", "dp=2,pp=2{layers=1/5},zero=2,mb=3"),
+    ("chain", "dp=2,pp=2,zero=3,mb=2"),
+    ("chain", "pp=3{layers=3/2/1},mb=4"),
+    ("chain", "pp=4,mb=2"),
+    ("bare", "recompute=full,mb=2"),
+    ("bare", "dp=2,pp=2,zero=3,mb=2,recompute=full"),
+]
+
+
+@pytest.mark.parametrize(("name", "line"), CASES, ids=[f"{name} {line}" for name, line in CASES])
+def test_a_users_own_module_trains_as_it_would_alone(name: str, line: str, pool: Pool, tmp_path: Path) -> None:
+    layout = Layout.parse(line)
+    courses = pool.run(train, name, line, tmp_path, ranks=layout.ranks)
+    first, model = courses[0], MAKERS[name](0)
+    start = put_together(course.before for course in courses)
+    assert start.keys() == model.state_dict().keys() - aliases(model)
+    assert all(torch.equal(x, model.state_dict()[name].double()) for name, x in start.items())
+    losses, norms = train_plainly(model, layout)
+    assert all((course.steps, course.evaluated) == (first.steps, first.evaluated) for course in courses)
+    assert [step.loss for step in first.steps] == pytest.approx(losses, rel=1e-12)
+    assert [step.grad_norm for step in first.steps] == pytest.approx(norms, rel=1e-11)
+    for name, x in put_together(course.after for course in courses).items():
+        expected = model.state_dict()[name].double()
+        torch.testing.assert_close(x, expected, atol=1e-11, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        if "frozen" in name or name.startswith("3.") or name == "shift":
+            assert torch.equal(x, start[name]), f"{name} stays, bit for bit"
+    batch = samples(STEPS)
+    summed = loss(model.eval()(batch["inputs"]), batch).item()
+    assert first.evaluated == pytest.approx((summed, SAMPLES), rel=1e-11)
+
+
+def aliases(model: nn.Module) -> set[str]:
+    """The names of a state dict that are second names of a tensor."""
+    known = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    return model.state_dict().keys() - known
 
 
 def test_a_module_without_a_loss_is_refused() -> None:
@@ -144,61 +225,55 @@ def test_samples_that_micro_batches_do_not_divide_are_refused() -> None:
         engine.step(samples(0))
 
 
-def count_words(world: World, layout: str) -> dict[str, float]:
-    config = load(RUN)
-    engine = make_engine(config, Layout.parse(f"{layout},dtype=float64"), world)
-    world.ledger.clear()
-    engine.step(open_data(config).batch(0, engine.mesh.coords["dp"], engine.layout.dp))
-    parameters = sum(p.numel() for p in engine.task.module.parameters())
-    return {**world.ledger.table(), "parameters": parameters}
+def refuses(world: World, name: str, line: str) -> str:
+    with pytest.raises(LayoutError) as caught:
+        Engine(MAKERS[name](0), Layout.parse(line), loss=loss, world=world)
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2,mb=4", "dp=3,mb=2", "dp=4"])
-def test_data_parallelism_moves_the_ring_all_reduce_whatever_the_accumulation(layout: str, workers: Pool) -> None:
-    n = Layout.parse(layout).ranks
-    for words in workers.run(count_words, layout, ranks=n):
-        assert words.pop("dp/gradients") == pytest.approx(2 * (n - 1) / n * words.pop("parameters"), rel=1e-15)
-        scalars = 2 * (n - 1) / n
-        assert words == pytest.approx({"dp/weight": scalars, "dp/loss": scalars}), "and nothing else but two scalars"
+@pytest.mark.parametrize(
+    ("name", "line", "words"),
+    [
+        ("mlp", "tp=2", "layout.tp = 2: the module has no role table; use tp=1"),
+        ("chain", "tp=2:1d-sp", "layout.tp = 2: the module has no role table; use tp=1"),
+        ("mlp", "pp=2", "layout.pp = 2: more stages than the model's 1 layers; use pp=1 or fewer"),
+        ("chain", "pp=2{layers=4/4}", "layout.pp layers = 4/4: the model has 6 blocks for 2 stages; use 2 numbers"),
+        ("chain", "cp=2", "layout.cp = 2: context parallelism ring is not built yet; built: dp, mb, zero=1|2|3, "),
+    ],
+)
+def test_a_module_that_a_layout_does_not_fit_is_refused_on_every_rank(
+    name: str, line: str, words: str, pool: Pool
+) -> None:
+    for told in pool.run(refuses, name, line, ranks=2):
+        assert told.startswith(words)
 
 
-def first_weights(world: World, config: Config, layout: str) -> dict[str, Tensor]:
-    engine = make_engine(config, Layout.parse(layout), world)
-    held: dict[str, Any] = {}
-    for one in engine.fragments():
-        if one.kind == "weight":
-            held.setdefault(one.piece.name, (one.piece.shape, []))[1].append((one.piece.box, one.tensor))
-    return {name: assemble(shape, boxes).clone() for name, (shape, boxes) in held.items()}
+def test_every_schedule_and_dtype_that_a_layout_may_name_is_there() -> None:
+    assert set(BUILT["pp"]) == SCHEDULES.keys()
+    assert set(BUILT["dtype"]) <= DTYPES.keys()
 
 
-def test_the_weights_at_step_0_are_bit_identical_under_every_layout(workers: Pool) -> None:
-    config = load(RUN)
-    layouts = ("dp=1", "dp=2", "dp=3", "dp=4,mb=2")
-    (first,), *others = (workers.run(first_weights, config, lay, ranks=Layout.parse(lay).ranks) for lay in layouts)
+def first_weights(world: World, config: Config, line: str) -> list[Held]:
+    return weights(make_engine(config, Layout.parse(line), world))
+
+
+LAYOUTS = (
+    "dp=2",
+    "dp=3,zero=1",
+    "dp=4,zero=3,mb=2",
+    "tp=2",
+    "tp=3:1d-sp",
+    "pp=4,mb=2",
+    "pp=2:gpipe{layers=5/1}",
+    "dp=2,tp=2,pp=2,zero=3",
+)
+
+
+def test_the_weights_at_step_0_are_bit_identical_under_every_layout(eight: Pool) -> None:
+    config = load(RUN, ["model.tied=true"])
+    first = put_together(eight.run(first_weights, config, "dp=1", ranks=1))
     assert "blocks.0.attn.q.weight" in first
-    assert all(x.isfinite().all() for x in first.values())
-    for ranks in others:
-        for weights in ranks:
-            assert weights.keys() == first.keys()
-            assert all(torch.equal(weights[name], x) for name, x in first.items())
-
-
-def test_a_layout_that_is_not_built_is_refused_by_name() -> None:
-    with pytest.raises(LayoutError, match="not built yet"):
-        Engine(Mlp(0), Layout(recompute="full"), loss=loss)
-
-
-def test_model_states_take_16_bytes_a_parameter_by_the_meter() -> None:
-    """float32 weights, main gradients and AdamW's two moments: what the page on data parallelism says."""
-    config = load(RUN, ["layout.dtype=float32"])
-    with Meter() as meter:
-        engine = make_engine(config, config.plan(), World())
-        for bucket in engine.buckets:
-            meter.label("weights", [bucket.params])
-            meter.label("gradients", [bucket.grads])
-            meter.label("moments", bucket.states.values())
-        with meter.phase("forward"):
-            engine.step(open_data(config).batch(0))
-        count = sum(p.numel() for p in engine.task.module.parameters())
-        assert [meter.live(kind) for kind in ("weights", "gradients", "moments")] == [4 * count, 4 * count, 8 * count]
-        assert meter.live() - 16 * count < 4096, "nothing else of size outlives a step"
+    for line in LAYOUTS:
+        found = put_together(eight.run(first_weights, config, line, ranks=Layout.parse(line).ranks))
+        assert found.keys() == first.keys()
+        assert [name for name, x in first.items() if not torch.equal(found[name], x)] == [], line

@@ -6,13 +6,24 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.comm.world import Group, World
 from shoal.config import Model
-from shoal.local import LocalParameter, Place, buffer_fragments, lay_out, materialise
+from shoal.local import (
+    Interpreter,
+    LocalParameter,
+    adapt,
+    allot,
+    buffer_fragments,
+    drop,
+    lay_out,
+    materialise,
+    settle,
+)
 from shoal.mesh import Grid
 from shoal.model.decoder import Decoder
 from shoal.model.roles import Role
 from shoal.placement import Piece, Placement, Rule
-from shoal.tensor.whole import place
+from shoal.tensor.whole import Whole
 
 GRID = Grid((("dp", 2),))
 CPU = torch.device("cpu")
@@ -24,13 +35,13 @@ def decoder(tied: bool) -> Decoder:
 
 
 def held_by(model: Decoder) -> dict[str, LocalParameter]:
-    found = lay_out(model, model.layers(), model.roles, place, GRID, {"dp": 1})
+    found = lay_out(model, model.layers(), model.roles, Whole(), GRID, {"dp": 1})
     assert len({one.name for one in found}) == len(found)
     return {one.name: one for one in found}
 
 
-def made(model: Decoder, where: Place = place, rank: int = 0) -> dict[str, LocalParameter]:
-    laid_out = lay_out(model, model.layers(), model.roles, where, GRID, {"dp": rank})
+def made(model: Decoder, how: Interpreter | None = None, rank: int = 0) -> dict[str, LocalParameter]:
+    laid_out = lay_out(model, model.layers(), model.roles, how or Whole(), GRID, {"dp": rank})
     return {one.name: one for one in materialise(model, laid_out, 3, CPU)}
 
 
@@ -83,17 +94,67 @@ def test_materialising_fills_what_is_on_meta_and_keeps_the_rest(tied: bool) -> N
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["blocks.1.ffn.down.weight"]
 
 
-def by_rows(role: Role, module: str, parameter: str, shape: Sequence[int]) -> Rule:
+STAGES = (range(2), range(2, 4))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stage_holds_what_its_layers_use_and_shares_what_others_use_too(tied: bool) -> None:
+    """A shared parameter belongs to the first of a stage's own layers that uses it."""
+    grid, held = Grid((("pp", 2), ("dp", 2))), []
+    for stage in range(2):
+        model = decoder(tied)
+        coords = {"pp": stage, "dp": 1}
+        found = lay_out(model, model.layers(), model.roles, Whole(), grid, coords, STAGES)
+        held.append({one.name: one for one in found})
+        assert {one.unit for one in found} == set(STAGES[stage])
+    shared = {"embed.table.weight"} if tied else set()
+    assert held[0].keys() & held[1].keys() == shared
+    assert held[0].keys() | held[1].keys() == held_by(decoder(tied)).keys()
+    for stage, ones in enumerate(held):
+        for name, one in ones.items():
+            copies = (0, 1, 2, 3) if name in shared else (2 * stage, 2 * stage + 1)
+            assert all(who.copies == who.summing == copies for who in one.holders)
+    if tied:
+        assert [ones["embed.table.weight"].unit for ones in held] == [0, 3]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_allotted_has_its_shape_and_no_memory_until_it_is_settled(tied: bool) -> None:
+    """Its values are those that it would have had at once, drawn as often as one asks."""
+    model, other = decoder(tied), decoder(tied)
+    model.blocks[1].ffn.down.weight.requires_grad_(False)
+    laid_out = lay_out(model, model.layers(), model.roles, Whole(), GRID, {"dp": 0})
+    allotted = allot(model, laid_out, 3, CPU)
+    expected = made(other)
+    assert [one.name for one in allotted] == list(expected)
+    for one in allotted:
+        assert model.get_parameter(one.name) is one.parameter
+        assert one.parameter.shape == expected[one.name].parameter.shape
+        assert one.parameter.untyped_storage().nbytes() == 4
+        assert one.parameter.requires_grad == (one.name != "blocks.1.ffn.down.weight")
+        assert torch.equal(one.values(), expected[one.name].values())
+        assert torch.equal(one.values(), expected[one.name].parameter)
+        settled = settle(one)
+        assert settled.parameter is one.parameter
+        assert torch.equal(one.parameter, settled.values())
+        assert settled.values().data_ptr() == one.parameter.data_ptr(), "its own from now on"
+    assert (model.head.out.weight is model.embed.table.weight) == tied
+
+
+class ByRows(Whole):
     """Matrices divided by rows over dp, vectors whole."""
-    if len(shape) == 1:
-        return place(role, module, parameter, shape)
 
-    def at(coords: object) -> Placement:
-        half, start = shape[0] // 2, shape[0] // 2 * coords["dp"]  # type: ignore[index]
-        box = ((start, start + half), (0, shape[1]))
-        return Placement((half, shape[1]), (Piece(f"{module}.{parameter}", tuple(shape), box, ((0, half), box[1])),))
+    def place(self, role: Role, module: str, parameter: str, shape: Sequence[int]) -> Rule:
+        if len(shape) == 1:
+            return super().place(role, module, parameter, shape)
 
-    return Rule(at, frozenset({"dp"}))
+        def at(coords: object) -> Placement:
+            half, start = shape[0] // 2, shape[0] // 2 * coords["dp"]  # type: ignore[index]
+            box = ((start, start + half), (0, shape[1]))
+            piece = Piece(f"{module}.{parameter}", tuple(shape), box, ((0, half), box[1]))
+            return Placement((half, shape[1]), (piece,))
+
+        return Rule(at, frozenset({"dp"}))
 
 
 def test_each_rank_makes_only_its_part_of_the_same_weights() -> None:
@@ -102,13 +163,57 @@ def test_each_rank_makes_only_its_part_of_the_same_weights() -> None:
         model.roles = {}  # no fused parts: rows are then numbered through each matrix
     made(whole)
     for rank, half in enumerate(halves):
-        for one in made(half, by_rows, rank).values():
+        for one in made(half, ByRows(), rank).values():
             (piece,) = one.placement.pieces
             assert piece.shape == dict(whole.named_parameters())[one.name].shape, "the logical shape, not the local"
             assert one.holders[0].copies == ((rank,) if len(piece.shape) > 1 else (0, 1))
     for (name, full), (_, low), (_, high) in zip(*(m.named_parameters() for m in (whole, *halves)), strict=True):
         both = torch.cat([low, high]) if full.ndim > 1 else low
         assert torch.equal(full, both), name
+
+
+def test_a_dropped_layer_keeps_only_the_modules_that_others_share() -> None:
+    shared = nn.BatchNorm1d(3)
+    first, second = nn.Sequential(nn.Linear(3, 3), shared, nn.BatchNorm1d(3)), nn.Sequential(shared)
+    second.append(nn.Linear(3, 3))
+    second[1].weight = first[0].weight  # the parameter is shared, its module is not
+    drop(first, [second])
+    assert [name for name, _ in first.named_parameters()] == ["1.weight", "1.bias"]
+    assert [name for name, _ in first.named_buffers()] == [f"1.{name}" for name, _ in shared.named_buffers()]
+    assert first[0].weight is None, "an attribute still, as a module without a bias has one"
+    assert len(list(second.parameters())) == 4
+    with pytest.raises(TypeError):
+        first[0](torch.ones(1, 3))
+
+
+class Renamed(nn.Module):
+    """Takes the place of a module of one kind of role."""
+
+    def __init__(self, role: Role, inner: nn.Module, group: Group) -> None:
+        super().__init__()
+        self.role, self.inner, self.group = role, inner, group
+
+
+class Renaming(Whole):
+    def adapt(self, role: Role, module: nn.Module, group: Group) -> nn.Module:
+        return Renamed(role, module, group) if role.kind in ("qkv", "norm") else module
+
+
+def test_modules_are_replaced_by_their_role() -> None:
+    model, group = decoder(False), World().everyone
+    before = dict(model.named_modules())
+    for name, layer in model.layers():
+        adapt(name, layer, model.roles, Renaming(), group)
+    found = {name: one for name, one in model.named_modules() if isinstance(one, Renamed)}
+    norms = [f"blocks.{i}.{norm}" for i in range(2) for norm in ("attn_norm", "ffn_norm")]
+    assert set(found) == {*norms, "blocks.0.attn.qkv", "blocks.1.attn.qkv", "head.norm"}
+    for name, one in found.items():
+        assert (one.inner, one.group) == (before[name], group)
+        assert one.role.kind == ("qkv" if name.endswith("qkv") else "norm")
+    assert all(before[name] is one for name, one in model.named_modules() if name in before.keys() - found.keys())
+    for name, layer in model.layers():
+        adapt(name, layer, model.roles, Whole(), group)
+    assert {name for name, one in model.named_modules() if isinstance(one, Renamed)} == set(found)
 
 
 def test_buffers_that_belong_in_a_checkpoint_are_held_whole_and_as_views() -> None:

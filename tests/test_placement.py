@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import pytest
 import torch
@@ -8,7 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.mesh import Grid
-from shoal.placement import Holders, Piece, Placement, Rule, assemble, holders, stacked, whole
+from shoal.placement import (
+    Division,
+    Holders,
+    Piece,
+    Placement,
+    Rule,
+    assemble,
+    divide,
+    flat_boxes,
+    holders,
+    stacked,
+    whole,
+)
 
 GRID = Grid((("pp", 2), ("dp", 2), ("tp", 4)))
 
@@ -93,6 +106,93 @@ def test_deriving_holders_asks_only_about_the_axes_that_the_rule_reads() -> None
 
     assert len(of(Rule(at, frozenset({"tp"})), grid=grid).copies) == 1024
     assert len(asked) == 1 + 2, "its own place, and one for each coordinate on tp: not 2,048"
+
+
+def everywhere(name: str, *duplicated: str) -> Rule:
+    return Rule(lambda _: Placement((8, 3), whole(name, (8, 3)).pieces, frozenset(duplicated)))
+
+
+TIED = Rule(lambda at: whole("tied", (8, 3)) if at["pp"] in (0, 2) else None, frozenset({"pp"}))
+KEYS = Rule(lambda at: rows("kv", at["tp"] // 2 * 4, at["tp"] // 2 * 4 + 4), frozenset({"tp"}))
+
+
+@pytest.mark.parametrize(
+    ("axes", "rule", "rank", "size", "expected"),
+    [
+        ({"dp": 4}, everywhere("w"), 2, 4, Division((0, 1, 2, 3), 2, (2,), (2,))),
+        ({"dp": 4}, everywhere("w"), 2, 9, Division((0, 1, 2, 3), 2, (2,), (2,))),
+        ({"dp": 4}, everywhere("w"), 2, 2, Division((2, 3), 0, (0, 2), (0, 2))),
+        ({"dp": 4}, everywhere("w"), 2, 1, Division((2,), 0, (0, 1, 2, 3), (0, 1, 2, 3))),
+        ({"dp": 2, "cp": 2, "tp": 2}, everywhere("w"), 5, 4, Division((1, 3, 5, 7), 2, (4, 5), (4, 5))),
+        ({"dp": 2, "cp": 2}, everywhere("w"), 3, 2, Division((2, 3), 1, (1, 3), (1, 3))),
+        # Work that is duplicated on tp: the copies there hold the same part, and have its sum already.
+        ({"dp": 2, "tp": 2}, everywhere("w", "tp"), 3, 2, Division((1, 3), 1, (3,), (2, 3))),
+        ({"dp": 4, "tp": 2}, everywhere("w", "tp"), 5, 2, Division((5, 7), 0, (1, 5), (0, 1, 4, 5))),
+        # On two stages: divided inside one, summed across both.
+        ({"pp": 3, "dp": 2}, TIED, 5, 2, Division((4, 5), 1, (1, 5), (1, 5), across_stages=True)),
+        ({"pp": 3, "dp": 2}, TIED, 5, 4, Division((4, 5), 1, (1, 5), (1, 5), across_stages=True)),
+        ({"pp": 3, "dp": 2}, TIED, 0, 1, Division((0,), 0, (0, 1, 4, 5), (0, 1, 4, 5), across_stages=True)),
+        # A key/value head that neighbours on tp both have, each with its own share of the work.
+        ({"dp": 2, "tp": 4}, KEYS, 6, 2, Division((2, 6), 1, (6, 7), (6, 7))),
+    ],
+)
+def test_a_division_is_over_ranks_in_lockstep_and_summed_across_the_rest(
+    axes: dict[str, int], rule: Rule, rank: int, size: int, expected: Division
+) -> None:
+    grid = Grid(tuple(axes.items()))
+    assert divide(of(rule, rank, grid), grid, rank, size) == expected
+
+
+@given(
+    st.sampled_from([(1, 1, 1), (2, 3, 1), (2, 2, 2), (1, 4, 2), (3, 2, 2), (2, 6, 1)]),
+    st.integers(1, 6),
+    st.sampled_from(["everywhere", "duplicated", "tied", "halves"]),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_divisions_agree_between_ranks_and_count_each_term_once(
+    sizes: tuple[int, int, int], size: int, kind: str
+) -> None:
+    """All ranks of a shard see it alike, all cross ranks each other; and what the shards of the cross ranks have put
+    together are the terms of the sum, each once."""
+    pp, dp, tp = sizes
+    size = max(n for n in range(1, size + 1) if dp % n == 0)
+    grid = Grid((("pp", pp), ("dp", dp), ("tp", tp)))
+    ends = Rule(lambda at: whole("w", (8, 3)) if at["pp"] in (0, pp - 1) else None, frozenset({"pp"}))
+    halves = Rule(lambda at: rows("w", 4 * (at["tp"] % 2), 4 * (at["tp"] % 2) + 4), frozenset({"tp"}))
+    rule = {"everywhere": everywhere("w"), "duplicated": everywhere("w", "tp"), "tied": ends, "halves": halves}[kind]
+    who = {rank: of(rule, rank, grid) for rank in range(grid.size) if rule.at(grid.coords(rank)) is not None}
+    seen = {rank: divide(each, grid, rank, size) for rank, each in who.items()}
+    for rank, mine in seen.items():
+        assert mine.shard[mine.part] == rank
+        assert len(mine.shard) == size
+        assert all(seen[other].shard == mine.shard for other in mine.shard)
+        places = [{**grid.coords(other), "dp": 0} for other in mine.shard]
+        assert places == [places[0]] * size, "they differ only where ranks move in lockstep"
+        assert rank in mine.cross
+        assert all(seen[other].cross == mine.cross and seen[other].part == mine.part for other in mine.cross)
+        assert set(mine.same) == {other for other in who[rank].copies if seen[other].part == mine.part}
+        terms = [term for other in mine.cross for term in seen[other].shard]
+        assert sorted(terms) == list(who[rank].summing)
+
+
+@given(st.lists(st.integers(0, 4), max_size=4), st.integers(0, 300), st.integers(0, 300))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_flat_boxes_are_the_elements_of_a_range_in_order(shape: list[int], start: int, length: int) -> None:
+    numbers = torch.arange(prod(shape)).view(shape)
+    start = min(start, prod(shape))
+    stop = min(start + length, prod(shape))
+    boxes = list(flat_boxes(shape, start, stop))
+    parts = [numbers[tuple(slice(*span) for span in box)].flatten() for box in boxes]
+    assert torch.equal(torch.cat([torch.arange(0), *parts]), torch.arange(start, stop))
+    assert all(len(part) for part in parts)
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_flat_boxes_are_as_few_as_they_can_be() -> None:
+    assert list(flat_boxes((2, 3, 4), 0, 24)) == [((0, 2), (0, 3), (0, 4))]
+    assert list(flat_boxes((2, 3, 4), 4, 12)) == [((0, 1), (1, 3), (0, 4))]
+    assert len(list(flat_boxes((4, 4, 4), 5, 59))) == 5, "the bound is reached"
+    assert list(flat_boxes((), 0, 1)) == [()]
 
 
 def test_stacked_pieces_are_views_that_tile_the_fused_tensor() -> None:

@@ -52,9 +52,19 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--layout", "dp=2,mb=5"], ["a global batch of 24", "dp·mb = 2·5", "mb=4"]),
         (["--layout", "dp=two"], ["layout.dp = two: 'two' is not a whole number", "dp=2"]),
         (["--layout", "recomptue=full"], ["layout.recomptue = full: unknown key (did you mean 'recompute'?)"]),
-        (["--layout", "tp=2"], ["layout.tp = 2: tensor parallelism 1d is not built yet", "built: dp, mb"]),
-        (["--layout", "dp=2,zero=1"], ["layout.zero = 1: ZeRO stage 1 is not built yet", "built: dp, mb"]),
-        (["--layout", "tp=4"], ["layout.tp = 4", "attention heads", "tp=3"]),
+        (["--layout", "cp=2"], ["layout.cp = 2: context parallelism ring is not built yet", "tp=N:1d|1d-sp"]),
+        (["--layout", "tp=4:3d"], ["layout.tp = 4:3d", "use tp=1:3d or tp=8:3d"]),
+        (["--layout", "pp=2:zb-h1"], ["pipeline schedule zb-h1 is not built yet", "pp=N:gpipe|1f1b"]),
+        (["--layout", "zero=3,offload=params:cpu"], ["offload params:cpu is not built yet", "zero=1|2|3"]),
+        (["--layout", "dp=2,dtype=bf16"], ["layout.dtype = bf16: precision bf16 is not built yet"]),
+        (["--layout", "tp=4"], ["layout.tp = 4: 6 attention heads do not divide over 4 ranks", "use tp=3 or tp=6"]),
+        (["--layout", "tp=4:1d-sp"], ["layout.tp = 4:1d-sp: 6 attention heads", "use tp=3:1d-sp or tp=6:1d-sp"]),
+        (["--layout", "pp=4"], ["layout.pp = 4: 4 stages are more than the model's 3 layers", "use pp=3"]),
+        (["--layout", "pp=2{layers=2/2}"], ["layers sum to 4, but the model has 3", "use pp=2{layers=2/1}"]),
+        (["--layout", "pp=2{layers=3}"], ["layers needs 2 numbers from 1, one a stage"]),
+        (["--layout", "dp=2,zero=2/3"], ["layout.zero = 2/3: the group does not divide dp·cp = 2", "use zero=2/2"]),
+        (["--layout", "pp=2,recompute=full{stages=2}"], ["stages are 0 to 1, ascending, each once"]),
+        (["--layout", "dp=2,tp=2", "-n", "2"], ["dp·cp·tp·pp = 4 ranks, but the world has 2", "use dp=1 or 4 ranks"]),
         (sets(model__vocab=100), ["model.vocab = 100: the tokens of", "need 259 entries", "at least 259"]),
         (sets(data__path="/no/where"), ["data.path = /no/where: there is no token store", "shoal data TEXT /no/where"]),
         (sets(data__seq_len=300_000), ["data.seq_len = 300000: a sample takes 300001 tokens", "at most 200000"]),
@@ -139,6 +149,8 @@ def test_an_error_that_a_rank_finds_is_one_message(
 
 @pytest.mark.usefixtures("no_processes")
 def test_verify_refuses_what_train_refuses(shoal: Shoal, file: Path) -> None:
-    refused(shoal("verify", file, "--layout", "tp=2"), "layout.tp = 2", "not built yet")
+    refused(shoal("verify", file, "--layout", "cp=2"), "layout.cp = 2", "not built yet")
+    refused(shoal("verify", file, "--layout", "pp=4"), "layout.pp = 4", "the model's 3 layers")
+    refused(shoal("verify", file, "--layout", "tp=4"), "layout.tp = 4", "6 attention heads")
     refused(shoal("verify", file, "--layout", "dp=7"), "a global batch of 24")
     refused(shoal("verify", file, *sets(model__vocab=100)), "model.vocab = 100", "at least 259")

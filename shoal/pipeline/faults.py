@@ -7,11 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
-from shoal.pipeline.program import DROPS, RECEIVES, SENDS, Act, Op, Program, giver, placement, taker
+from shoal.pipeline.program import DROP, RECEIVE, SEND, Act, Op, Program, giver, placement, taker
 
-_RESULT = {Op.FORWARD: Op.SEND_ACTIVATION, Op.BACKWARD: Op.SEND_GRADIENT}
-_ARRIVAL = {Op.FORWARD: Op.RECEIVE_ACTIVATION, Op.BACKWARD: Op.RECEIVE_GRADIENT}
-_ANSWER = {Op.SEND_ACTIVATION: (Op.RECEIVE_ACTIVATION, 1), Op.SEND_GRADIENT: (Op.RECEIVE_GRADIENT, -1)}
+_PASS = {op: one for kinds in (SEND, RECEIVE) for one, op in kinds.items()}
 
 
 def faults(programs: Sequence[Program], *, train: bool = True) -> list[str]:
@@ -82,14 +80,14 @@ def _around(one: Act, rank: int, home: Sequence[int]) -> Iterator[tuple[Act, Act
         if (peer := home[source.stage]) == rank:
             yield source, one
         else:
-            received = one._replace(op=_ARRIVAL[one.op], peer=peer)
+            received = one._replace(op=RECEIVE[one.op], peer=peer)
             yield received, one
             if one.op is Op.BACKWARD:
                 yield one._replace(op=Op.FORWARD), received  # the gradient of an output has its shape
     if (target := taker(one, len(home))) and (peer := home[target.stage]) != rank:
-        sent = one._replace(op=_RESULT[one.op], peer=peer)
+        sent = one._replace(op=SEND[one.op], peer=peer)
         yield one, sent
-        yield sent, sent._replace(op=DROPS[sent.op])
+        yield sent, sent._replace(op=DROP[sent.op])
 
 
 def _disordered(programs: Sequence[Program]) -> Iterator[str]:
@@ -98,10 +96,10 @@ def _disordered(programs: Sequence[Program]) -> Iterator[str]:
     received: dict[tuple[int, int, Op], list[Act]] = defaultdict(list)
     for rank, program in enumerate(programs):
         for act in program.actions:
-            if act.op in SENDS:
+            if act.op in SEND.values():
                 answer = _answer(act, rank)
                 sent[rank, act.peer, answer.op].append(answer)
-            elif act.op in RECEIVES:
+            elif act.op in RECEIVE.values():
                 received[act.peer, rank, act.op].append(act)
     for (source, to, op), messages in sent.items():
         for ours, theirs in zip(messages, received[source, to, op], strict=True):
@@ -121,11 +119,10 @@ def _deadlocked(programs: Sequence[Program]) -> Iterator[str]:
         for earlier, later in pairwise(program.actions):
             graph.add((rank, later), (rank, earlier))
         for act in program.actions:
-            if act.op in SENDS:
+            if act.op in SEND.values():
                 answer = _answer(act, rank)
-                consumer = Act(Op.FORWARD if act.op is Op.SEND_ACTIVATION else Op.BACKWARD, *answer[1:3])
-                graph.add((act.peer, consumer), (rank, act))
-                graph.add((rank, act._replace(op=DROPS[act.op])), (act.peer, answer))
+                graph.add((act.peer, answer._replace(op=_PASS[answer.op], peer=-1)), (rank, act))
+                graph.add((rank, act._replace(op=DROP[act.op])), (act.peer, answer))
     try:
         graph.prepare()
     except CycleError as error:
@@ -137,8 +134,9 @@ def _deadlocked(programs: Sequence[Program]) -> Iterator[str]:
 
 def _answer(sent: Act, rank: int) -> Act:
     """What the other rank does to receive what ``rank`` sends."""
-    op, step = _ANSWER[sent.op]
-    return Act(op, sent.stage + step, sent.micro_batch, rank)
+    one = _PASS[sent.op]
+    step = 1 if one is Op.FORWARD else -1
+    return Act(RECEIVE[one], sent.stage + step, sent.micro_batch, rank)
 
 
 def _sorted(acts: Iterable[Act]) -> list[Act]:

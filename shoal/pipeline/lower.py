@@ -13,10 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from shoal.pipeline.program import DROPS, Act, Op, Program, Programs, giver, placement, taker
-
-_SEND = {Op.FORWARD: Op.SEND_ACTIVATION, Op.BACKWARD: Op.SEND_GRADIENT}
-_RECEIVE = {Op.FORWARD: Op.RECEIVE_ACTIVATION, Op.BACKWARD: Op.RECEIVE_GRADIENT}
+from shoal.pipeline.program import DROP, RECEIVE, SEND, Act, Op, Program, Programs, giver, placement, taker
 
 
 def lower(passes: Sequence[Program]) -> Programs:
@@ -49,17 +46,17 @@ def _lower(rank: int, program: Program, home: Sequence[int], places: Sequence[di
         if (source := giver(act, stages)) and (peer := home[source.stage]) != rank:
             # The gradient of an output has its shape, which is not known before there is one.
             shaped = places[rank][act._replace(op=Op.FORWARD)] + 1 if act.op is Op.BACKWARD else 0
-            before[max(at - 1, shaped)].append(act._replace(op=_RECEIVE[act.op], peer=peer))
+            before[max(at - 1, shaped)].append(act._replace(op=RECEIVE[act.op], peer=peer))
             known = heard[peer]
             known.at.append(at)
             known.latest.append(max([*known.latest[-1:], places[peer][source]]))
     for at, act in enumerate(order):
         if (target := taker(act, stages)) and (peer := home[target.stage]) != rank:
-            sent = act._replace(op=_SEND[act.op], peer=peer)
+            sent = act._replace(op=SEND[act.op], peer=peer)
             after[at].append(sent)
             proof = bisect_left(heard[peer].latest, places[peer][target])
             proven = proof < len(heard[peer].at)
-            (before[heard[peer].at[proof]] if proven else end).append(sent._replace(op=DROPS[sent.op]))
+            (before[heard[peer].at[proof]] if proven else end).append(sent._replace(op=DROP[sent.op]))
         if act.op is Op.BACKWARD and act.micro_batch == program.final_backward(act.stage):
             after[at].append(Act(Op.REDUCE, act.stage))
     stream = chain.from_iterable((*before[at], act, *after[at]) for at, act in enumerate(order))

@@ -19,7 +19,7 @@ from shoal.comm.collectives import Pending
 from shoal.comm.point_to_point import start_receive, start_send
 from shoal.comm.world import Group
 from shoal.errors import LayoutError, setting
-from shoal.pipeline.program import DROPS, Act, Op
+from shoal.pipeline.program import DROP, Act, Op
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """What may cross a boundary: what can have a gradient."""
@@ -137,7 +137,7 @@ class Mail:
     def _send(self, act: Act, tensor: Tensor, what: int) -> None:
         tensor = tensor.contiguous()
         tag = _tag(act.stage, act.micro_batch, what)
-        dropped = act._replace(op=DROPS[act.op])
+        dropped = act._replace(op=DROP[act.op])
         self._sent[dropped].append(_Message(dropped, tensor, start_send(tensor, self._group, act.peer, tag)))
 
     def _receive(self, act: Act, form: Form, what: int) -> _Message:

@@ -35,16 +35,22 @@ class Op(Enum):
     UPDATE = "U"
 
 
-SENDS = {Op.SEND_ACTIVATION: "the output", Op.SEND_GRADIENT: "the gradient of the input"}
-RECEIVES = {Op.RECEIVE_ACTIVATION: "the input", Op.RECEIVE_GRADIENT: "the gradient of the output"}
-DROPS = {Op.SEND_ACTIVATION: Op.DROP_ACTIVATION, Op.SEND_GRADIENT: Op.DROP_GRADIENT}
-_MARKS = dict.fromkeys(SENDS, ">") | dict.fromkeys(RECEIVES, "<") | dict.fromkeys(DROPS.values(), ">")
+SEND = {Op.FORWARD: Op.SEND_ACTIVATION, Op.BACKWARD: Op.SEND_GRADIENT}
+"""How the result of a pass goes to another rank."""
+RECEIVE = {Op.FORWARD: Op.RECEIVE_ACTIVATION, Op.BACKWARD: Op.RECEIVE_GRADIENT}
+"""How what a pass takes in comes from another rank."""
+DROP = {Op.SEND_ACTIVATION: Op.DROP_ACTIVATION, Op.SEND_GRADIENT: Op.DROP_GRADIENT}
+"""How what was sent is let go."""
+
 _WORDS = {
     Op.FORWARD: "the forward pass",
     Op.BACKWARD: "the backward pass",
-    **{op: f"sending {what}" for op, what in SENDS.items()},
-    **{op: f"receiving {what}" for op, what in RECEIVES.items()},
-    **{DROPS[op]: f"waiting for the receipt of {what}" for op, what in SENDS.items()},
+    Op.SEND_ACTIVATION: "sending the output",
+    Op.RECEIVE_ACTIVATION: "receiving the input",
+    Op.DROP_ACTIVATION: "waiting for the receipt of the output",
+    Op.SEND_GRADIENT: "sending the gradient of the input",
+    Op.RECEIVE_GRADIENT: "receiving the gradient of the output",
+    Op.DROP_GRADIENT: "waiting for the receipt of the gradient of the input",
     Op.REDUCE: "the reduction",
     Op.NORM: "the norm",
     Op.UPDATE: "the update",
@@ -62,7 +68,8 @@ class Act(NamedTuple):
 
     def __str__(self) -> str:
         stage = "" if self.stage < 0 else f"{self.stage}"
-        peer = "" if self.peer < 0 else f"{_MARKS[self.op]}{self.peer}"
+        arrow = "<" if self.op in RECEIVE.values() else ">"
+        peer = "" if self.peer < 0 else f"{arrow}{self.peer}"
         return f"{self.op.value}{stage}" + ("" if self.micro_batch < 0 else f".{self.micro_batch}") + peer
 
     def in_words(self) -> str:

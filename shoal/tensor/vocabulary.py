@@ -35,7 +35,7 @@ class VocabularyEmbedding(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         self.sizes.positions = tokens_BT.shape[1]
-        row, mine = _rows_here(tokens_BT, self.sizes, self.stream.group)
+        row, mine = _rows_here(tokens_BT, self.weight, self.sizes, self.stream.group)
         found = F.embedding(row, self.weight).masked_fill_(~mine[..., None], 0.0)
         return self.stream.leave(found)
 
@@ -90,7 +90,7 @@ class _CrossEntropy(Function):
             if number + 1 < len(chunks):
                 arriving = _start_enter(x, chunks[number + 1], stream)
             label = labels[:, chunk].flatten()
-            row, mine = _rows_here(label, sizes, stream.group)
+            row, mine = _rows_here(label, weight_VH, sizes, stream.group)
             logits_MV = torch.mm(x_MH, weight_VH.t(), out=space[: len(x_MH)])
             losses, scale = _exponentials(logits_MV, row, mine, stream.group)
             total += losses.masked_fill(label == IGNORED, 0.0).sum()
@@ -159,9 +159,10 @@ def _exponentials(logits_MV: Tensor, row: Tensor, mine: Tensor, group: Group) ->
     return (top - labelled.sum(0)) + total.log(), shares[group.index] / total
 
 
-def _rows_here(tokens: Tensor, sizes: FullSizes, group: Group) -> tuple[Tensor, Tensor]:
-    """For each token its row on this rank, 0 if it has none, and whether it has one."""
+def _rows_here(tokens: Tensor, weight_VH: Tensor, sizes: FullSizes, group: Group) -> tuple[Tensor, Tensor]:
+    """For each token its row of this rank's matrix, 0 if it has none there, and whether it has one."""
     rows = split_evenly(sizes.vocabulary, group.size)
+    assert rows[group.index] == weight_VH.shape[0], f"{weight_VH.shape[0]} rows here of {sizes.vocabulary} in all"
     row = tokens - sum(rows[: group.index])
     mine = (row >= 0) & (row < rows[group.index])
     return row.where(mine, 0), mine

@@ -11,7 +11,8 @@ from shoal.comm.world import World
 from shoal.config import Config
 from shoal.data.batches import Batch, Batches, Synthetic
 from shoal.data.store import TokenStore
-from shoal.engine import DTYPES, Engine
+from shoal.build import DTYPES
+from shoal.engine import Engine
 from shoal.layout import Layout
 from shoal.local import LocalParameter, lay_out, materialise
 from shoal.mesh import Grid

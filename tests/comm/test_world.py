@@ -37,7 +37,8 @@ def test_a_process_that_nothing_launched_is_alone(monkeypatch: pytest.MonkeyPatc
     launched(monkeypatch)
     with init() as world:
         assert (world.rank, world.size, world.device) == (0, 1, torch.device("cpu"))
-        assert world.everyone == Group((0,), "world", world.ledger, {})
+        assert world.everyone == Group((0,), "world", 0, world.ledger, {})
+        assert world.everyone.index == 0
         assert world.everyone.handle is None
     assert not dist.is_initialized()
 
@@ -200,3 +201,12 @@ def test_a_group_is_asked_for_by_its_members_in_order() -> None:
         World().group((1,), "dp")
     with pytest.raises(AssertionError, match="ascend"):
         World().group((1, 0), "dp")
+
+
+def places(world: World) -> tuple[int, int, int]:
+    group = world.group((0, 2) if world.rank in (0, 2) else (1, 3), "dp")
+    return group.rank, group.index, world.everyone.index
+
+
+def test_a_group_knows_which_of_its_ranks_this_is(pool: Pool) -> None:
+    assert pool.run(places, timeout_s=20) == [(0, 0, 0), (1, 0, 1), (2, 1, 2), (3, 1, 3)]

@@ -65,9 +65,7 @@ def by_hand(
         placement = rule.at(mesh.coords)
         assert placement is not None
         parameter = nn.Parameter(torch.zeros(placement.shape, dtype=torch.float64))
-        held[name] = LocalParameter(
-            name, parameter, int(name[-1]), placement, holders(rule, mesh.grid, mesh.coords)
-        )
+        held[name] = LocalParameter(name, parameter, int(name[-1]), placement, holders(rule, mesh.grid, mesh.coords))
     return held
 
 

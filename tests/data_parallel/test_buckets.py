@@ -81,7 +81,9 @@ def test_ranges_are_cut_where_the_holders_change() -> None:
     grid, size = Grid((("tp", 2), ("dp", 2))), 2
     own, everyone = plain(0, 1), plain(0, 1, 2, 3)  # rank 0 at tp 0; the key rows are at tp 1 too
     parts = stacked([("q", 3), ("k", 1), ("v", 1)], (5, 4))
-    fused = [LocalParameter(f"qkv{u}", nn.Parameter(torch.zeros(5, 4)), u, parts, (own, everyone, everyone)) for u in (1, 0)]
+    fused = [
+        LocalParameter(f"qkv{u}", nn.Parameter(torch.zeros(5, 4)), u, parts, (own, everyone, everyone)) for u in (1, 0)
+    ]
     at = [partial(placement.divide, grid=grid, rank=rank, size=size) for rank in (0, 1)]
     buckets = [build_buckets(fused, each) for each in at]
     (low,), (high,) = buckets
@@ -101,7 +103,9 @@ def test_pieces_must_be_rows() -> None:
         build([odd])
 
 
-@pytest.mark.parametrize(("elements", "own"), [(8, [2, 2, 2, 2]), (9, [3, 3, 3, 0]), (5, [2, 2, 1, 0]), (1, [1, 0, 0, 0])])
+@pytest.mark.parametrize(
+    ("elements", "own"), [(8, [2, 2, 2, 2]), (9, [3, 3, 3, 0]), (5, [2, 2, 1, 0]), (1, [1, 0, 0, 0])]
+)
 def test_sizes_are_rounded_up_to_the_ranks_and_padding_is_nobodys(elements: int, own: list[int]) -> None:
     for rank, mine in enumerate(own):
         (bucket,) = build([held("w", elements)], rank=rank)
@@ -110,7 +114,9 @@ def test_sizes_are_rounded_up_to_the_ranks_and_padding_is_nobodys(elements: int,
         assert sum(stop - start for start, stop, _ in bucket.own_ranges()) == mine
         assert sum(stop - start for start, stop, _ in bucket.own_decay_runs()) == mine
         part = torch.zeros(bucket.high - bucket.low)
-        assert sum(one.tensor.numel() for one in bucket.own_fragments("weight", part, partial(divide, rank=rank))) == mine
+        assert (
+            sum(one.tensor.numel() for one in bucket.own_fragments("weight", part, partial(divide, rank=rank))) == mine
+        )
 
 
 @st.composite

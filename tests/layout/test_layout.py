@@ -231,8 +231,27 @@ def test_the_refusal_of_an_unbuilt_kind_names_the_setting_and_its_value(today: o
     )
 
 
-@pytest.mark.parametrize("line", ["dp=1", "dp=-1", "dp=4,mb=2", "dp=2,dtype=float64", "tp=1,pp=1,cp=1,ep=1"])
-def test_data_parallelism_with_accumulation_is_built(line: str) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        "dp=1",
+        "dp=-1",
+        "dp=4,mb=2",
+        "dp=2,dtype=float64",
+        "tp=1,pp=1,cp=1,ep=1",
+        "dp=2,zero=1",
+        "dp=2,zero=2,mb=4",
+        "dp=4,zero=3/2",
+        "tp=2",
+        "tp=4:1d-sp",
+        "pp=2:gpipe,mb=4",
+        "pp=4{layers=1/2/2/1},mb=2",
+        "recompute=selective",
+        "pp=2,recompute=full{stages=0}",
+        "dp=2,tp=2:1d-sp,pp=2:1f1b,zero=3,mb=4,recompute=full,dtype=float64",
+    ],
+)
+def test_what_is_built_is_not_refused(line: str) -> None:
     Layout.parse(line).check_built()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal.config import Model
 from shoal.model.context import Cache
 from shoal.model.decoder import Block, Decoder
-from shoal.model.generate import generate
+from shoal.model.generate import decoding, generate
 from shoal.model.loss import IGNORED
 
 VOCAB, LENGTH = 23, 7
@@ -181,12 +181,13 @@ def test_generation_is_a_function_of_its_seed_and_stays_in_the_known_vocabulary(
     model = make(dropout=0.3, dtype=torch.float32)
 
     def text(**options: float) -> list[int]:
-        return list(generate(model, [3, 1, 4], tokens=40, **options))  # type: ignore[arg-type]
+        return list(generate(decoding(model), [3, 1, 4], tokens=40, **options))  # type: ignore[arg-type]
 
     assert text(seed=7) == text(seed=7)
     assert text(seed=7) != text(seed=8)
     assert set(text(seed=7, temperature=5.0, top_k=0)) - set(range(5)), "larger numbers are likely enough"
     assert set(text(seed=7, temperature=5.0, top_k=0, known=5)) == set(range(5))
+    assert model.training, "as it was"
 
 
 def test_greedy_generation_takes_the_likeliest_token_and_ends_before_the_stop() -> None:
@@ -196,7 +197,7 @@ def test_greedy_generation_takes_the_likeliest_token_and_ends_before_the_stop() 
         tokens = torch.tensor([prompt + expected])
         inputs = {"tokens": tokens, "positions": torch.arange(tokens.shape[1])[None]}
         expected.append(int(logits(model, inputs)[0, -1].argmax()))
-    assert list(generate(model, prompt, tokens=6, temperature=0)) == expected
-    assert list(generate(model, prompt, tokens=6, top_k=1, seed=3)) == expected
-    stopped = list(generate(model, prompt, tokens=6, temperature=0, stop=expected[-1]))
+    assert list(generate(decoding(model), prompt, tokens=6, temperature=0)) == expected
+    assert list(generate(decoding(model), prompt, tokens=6, top_k=1, seed=3)) == expected
+    stopped = list(generate(decoding(model), prompt, tokens=6, temperature=0, stop=expected[-1]))
     assert stopped == expected[: expected.index(expected[-1])]

@@ -17,7 +17,7 @@ from shoal.model.task import PlainTask
 from shoal.pipeline.executor import Executor, Handlers, Layer, Stage
 from shoal.pipeline.lower import lower
 from shoal.pipeline.schedules.forward_only import forward_only
-from shoal.pipeline.schedules.single import accumulate
+from shoal.pipeline.schedules.one_f_one_b import one_f_one_b
 
 
 class Branchy(nn.Module):
@@ -54,7 +54,7 @@ class Trace:
             leave_unit=lambda unit: self.events.append(f"leave {unit}"),
         )
         self.executor = Executor(self.task, [Stage(0, True, True, layers)], self.handlers, World().everyone)
-        self.program = lower(accumulate(micro_batches))[0]
+        self.program = lower(one_f_one_b(1, micro_batches))[0]
         self.batches = [
             {"inputs": torch.randn(4, 2, dtype=torch.float32), "targets": torch.randn(4, 3)}
             for _ in range(micro_batches)
@@ -218,6 +218,6 @@ def test_a_stage_whose_input_is_a_leaf_is_done_no_earlier_than_its_weights() -> 
     layers = tuple((unit, partial(task.apply_layer, layer)) for unit, layer in enumerate(module))
     executor = Executor(task, [Stage(0, True, True, layers)], handlers, World().everyone)
     received = {"inputs": torch.ones(2, 3, requires_grad=True)}
-    executor.run(lower(accumulate(1))[0], [received], lambda batch: batch, lambda: torch.ones(()))
+    executor.run(lower(one_f_one_b(1, 1))[0], [received], lambda batch: batch, lambda: torch.ones(()))
     assert events == ["1.w", "done 1", "0.w", "done 0"]
     assert received["inputs"].grad is not None

@@ -4,7 +4,7 @@ import pytest
 from pipeline_ranks import breadth_first
 
 from shoal.pipeline.lower import lower
-from shoal.pipeline.program import DROPS, RECEIVES, SENDS, Op, Program
+from shoal.pipeline.program import DROP, RECEIVE, SEND, Op, Program
 from shoal.pipeline.schedules.forward_only import forward_only
 from shoal.pipeline.schedules.gpipe import gpipe
 from shoal.pipeline.schedules.one_f_one_b import one_f_one_b
@@ -36,7 +36,7 @@ def test_the_passes_stay_as_they_are_and_no_gradient_is_expected_before_its_form
         assert tuple(act for act in lowered.actions if act.op in PASSES) == program.actions
         seen = set()
         for at, act in enumerate(lowered.actions):
-            if act.op in RECEIVES:
+            if act.op in RECEIVE.values():
                 consumer = act._replace(op=PASSES[act.op is Op.RECEIVE_GRADIENT], peer=-1)
                 between = [one for one in lowered.actions[at : lowered.actions.index(consumer)] if one.op in PASSES]
                 assert len(between) <= 1, f"{act} is more than one pass ahead"
@@ -48,7 +48,7 @@ def waiting(program: Program, sends: Op) -> int:
     """The most messages of one kind that are sent and not yet dropped at one moment."""
     most = live = 0
     for act in program.actions:
-        live += (act.op is sends) - (act.op is DROPS[sends])
+        live += (act.op is sends) - (act.op is DROP[sends])
         most = max(most, live)
     assert live == 0
     return most
@@ -66,8 +66,16 @@ def test_forward_passes_alone_have_no_end_of_a_step() -> None:
     assert ops == {Op.FORWARD, Op.SEND_ACTIVATION, Op.RECEIVE_ACTIVATION, Op.DROP_ACTIVATION}
 
 
+def test_a_result_proves_that_what_its_own_pass_took_in_was_received() -> None:
+    first, second = map(str, lower(forward_only((0, 1, 0, 1), 2)))
+    assert (
+        first == "F0.0 SA0.0>1 RA2.0<1 F0.1 SA0.1>1 RA2.1<1 DA0.0>1 F2.0 SA2.0>1 DA0.1>1 F2.1 SA2.1>1 DA2.0>1 DA2.1>1"
+    )
+    assert second == "RA1.0<0 RA1.1<0 F1.0 SA1.0>0 RA3.0<0 F1.1 SA1.1>0 RA3.1<0 DA1.0>0 F3.0 DA1.1>0 F3.1"
+
+
 def test_what_stays_on_a_rank_is_neither_sent_nor_received() -> None:
     tip, ends = lower(breadth_first((0, 1, 1, 0), 2))[1], lower(breadth_first((0, 0), 2))[0]
     assert {act.stage for act in tip.actions if act.op is Op.SEND_ACTIVATION} == {2}
     assert {act.stage for act in tip.actions if act.op is Op.SEND_GRADIENT} == {1}
-    assert not [act for act in ends.actions if act.op in SENDS or act.op in RECEIVES]
+    assert not [act for act in ends.actions if act.op in SEND.values() or act.op in RECEIVE.values()]

@@ -13,12 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.comm.world import World
 from shoal.config import Model, load
+from shoal.local import Interpreter
 from shoal.mesh import Grid
+from shoal.meter import Meter
 from shoal.model.context import Cache
 from shoal.model.decoder import Decoder, decoder_roles
 from shoal.model.roles import Kind, Role
 from shoal.placement import Placement, holders
 from shoal.tensor.one_d import OneD
+from shoal.tensor.whole import Whole
 from shoal.train.pool import Pool
 
 RUNS = Path(__file__).parents[2] / "runs"
@@ -245,3 +248,30 @@ def test_what_is_whole_on_every_rank_repeats_work_where_the_ranks_see_the_same(k
         for one in placed(Role(kind), "weight", (10,), sequence):
             assert one.pieces[0].box == ((0, 10),)
             assert one.duplicated == ({"tp"} if alike and not sequence else frozenset())
+
+
+# ---- memory ------------------------------------------------------------------------------------------------
+
+
+def kept_by_blocks(world: World, case: Case, interpreter: Interpreter) -> int:
+    """Bytes that two blocks keep for the backward pass."""
+    found = []
+    for layers in (1, 3):
+        shape = case.shape.model_copy(update={"layers": layers})
+        made = divide(partial(Decoder, shape), decoder_roles(shape), interpreter, world)
+        inputs = case.batch()
+        ctx = made.interpreter.localise(made.module.context(inputs, train=True), made.group)
+        with Meter() as meter:
+            meter.label("parameters", made.module.parameters())
+            with meter.phase("forward"):
+                loss = made.module(inputs, ctx)
+            found.append(meter.live("activations"))
+        del loss
+    return found[1] - found[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sequence_parallelism_divides_all_that_a_block_keeps(pool: Pool, ranks: int) -> None:
+    case = Case(TINY, ranks, True)
+    (alone,) = pool.run(kept_by_blocks, case, Whole(), ranks=1)
+    assert pool.run(kept_by_blocks, case, OneD(ranks, sequence=True), ranks=ranks) == [alone / ranks] * ranks

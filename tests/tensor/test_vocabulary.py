@@ -157,6 +157,28 @@ def test_logits_far_from_zero_neither_overflow_nor_lose_the_loss(pool: Pool) -> 
         assert all(torch.from_numpy(gradient).isfinite().all() for gradient in (grad_x, grad_weight))
 
 
+def half_loss(world: World, case: Case) -> tuple[float, bool]:
+    x, weight, labels = case.tensors()
+    stream, sizes = case.stream(world)
+    mine, rows = case.own(world, x).requires_grad_(), case.rows(world, weight).requires_grad_()
+    loss = VocabularyCrossEntropy(stream, sizes)(mine, rows, labels)
+    loss.backward()
+    assert mine.grad is not None
+    return loss.item(), bool(mine.grad.isfinite().all() and mine.grad.any())
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_sums_over_a_vocabulary_are_not_made_in_half_precision(pool: Pool, sequence: bool) -> None:
+    """The logits are rounded to bfloat16 and so are their exponentials, but not the sum: 1/256 of it would show."""
+    case = Case(2, sequence, dtype=torch.bfloat16, vocab=4000, hidden=2, samples=1, length=8)
+    x, weight, labels = case.tensors()
+    logits = (x @ weight.t()).double().flatten(0, 1)
+    expected = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum").item()
+    for loss, useful in pool.run(half_loss, case, ranks=2):
+        assert loss == pytest.approx(expected, rel=2e-5)
+        assert useful
+
+
 def frozen(world: World, case: Case) -> list[bool]:
     x, weight, labels = case.tensors()
     stream, sizes = case.stream(world)

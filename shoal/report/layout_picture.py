@@ -1,0 +1,266 @@
+"""The picture of a layout: which rank sits where, and each stage's weights cut into what its ranks hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from shoal.errors import ConfigError, setting
+from shoal.layout import Layout
+from shoal.report.colours import Colours
+from shoal.report.ownership import KINDS, Kind, Ownership, Section, Share
+from shoal.report.panels import Panel
+from shoal.report.svg import CARD, FAINT, MUTED, RIM, Canvas, fitting, text_width, wrapped
+from shoal.report.wording import counted, few, keeps, meaning, ranks_text, section_text, units_text
+
+_MARGIN, _PADDING, _GAP, _BETWEEN = 24, 18, 22, 40
+"""Pixels: around the picture, inside a card, between panels, between kinds of layers."""
+_HEADING = 30
+_LEAST_WIDTH = 860
+_CELL = (30, 22)
+_ACROSS = 16
+"""Ranks side by side in the map of ranks."""
+_SECTIONS = 8
+"""Kinds of layers of one stage that are drawn: of more, the first ones and the last."""
+
+
+def layout_picture(owned: Ownership) -> str:
+    """The picture as SVG."""
+    colours = Colours(owned)
+    cards = [_Card(owned, stages, colours) for stages in _alike(owned)]
+    inside = max(_LEAST_WIDTH, *(card.width for card in cards))
+    canvas = Canvas()
+    y = _head(canvas, owned, inside)
+    y = _map(canvas, owned, colours, y, inside)
+    for card in cards:
+        y = card.draw(canvas, y, inside) + 16
+    notes = "Numbers in boxes are the ranks that hold them. Sides grow with the square root of sizes."
+    if owned.is_part:
+        notes += " Hatched: held by other replicas."
+    canvas.text(_MARGIN, y + 8, notes, 10, colour=MUTED)
+    return canvas.document(inside + 2 * _MARGIN, y + 28, f"Who holds which block of each weight under {owned.layout}")
+
+
+def picture_path(layout: Layout, asked: Path | None) -> Path:
+    """Where a picture goes: the file ``asked`` for, else one below ``out`` that is named after the layout.
+
+    Raises :class:`~shoal.errors.ConfigError` for a name that is not that of a picture.
+    """
+    if asked is None:
+        return Path("out") / f"layout-{re.sub(r'[^a-z0-9.]+', '-', str(layout).replace('=', '')).strip('-')}.svg"
+    if asked.suffix.lower() != ".svg":
+        raise ConfigError(setting("FILE.svg", asked, "is not the name of an SVG file", f"use {asked}.svg"))
+    return asked
+
+
+def write_picture(owned: Ownership, path: Path) -> None:
+    """Write the picture. Raises :class:`~shoal.errors.ConfigError` where ``path`` cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(layout_picture(owned), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            setting("FILE.svg", path, f"cannot be written: {error.strerror}", "name a file in a folder of yours")
+        ) from None
+
+
+def _head(canvas: Canvas, owned: Ownership, inside: float) -> float:
+    """The layout and what it means; returns where the next thing goes."""
+    layout, title = owned.layout, str(owned.layout)
+    canvas.text(_MARGIN, 44, title, fitting(title, 20, inside), bold=True)
+    about = f"{counted(layout.ranks, 'rank')}, {owned.elements:,} weights"
+    canvas.text(_MARGIN, 66, about, 12, colour=MUTED)
+    y, indent = 92.0, 24 + max(text_width(key, 12, bold=True) for key, _, _ in meaning(layout))
+    for key, what, _ in meaning(layout):
+        canvas.text(_MARGIN, y, key, 12, bold=True)
+        for line in wrapped(what, 12, inside - indent):
+            canvas.text(_MARGIN + indent, y, line, 12)
+            y += 18
+    return y + 8
+
+
+def _map(canvas: Canvas, owned: Ownership, colours: Colours, y: float, inside: float) -> float:
+    """Which rank sits where, a field for each stage; returns where the next thing goes."""
+    title = "which rank sits where" + (f": the first of {owned.replicas} replicas" if owned.is_part else "")
+    canvas.text(_MARGIN, y + 4, title, 12, bold=True)
+    canvas.text(_MARGIN + text_width(title, 12, bold=True) + 12, y + 4, colours.key(), 11, colour=MUTED)
+    fields = [_Field(owned, stage, colours) for stage in range(len(owned.stages))]
+    width, height = fields[0].width + _GAP, fields[0].height + 12
+    a_line = max(1, int((inside + _GAP) // width))
+    for place, field in enumerate(fields):
+        field.draw(canvas, _MARGIN + place % a_line * width, y + 18 + place // a_line * height)
+    return y + 24 + -(-len(fields) // a_line) * height
+
+
+class _Field:
+    """The ranks of one stage: tp downwards, replicas from left to right, in bands of :data:`_ACROSS`."""
+
+    def __init__(self, owned: Ownership, stage: int, colours: Colours) -> None:
+        self._owned, self._stage, self._colours = owned, stage, colours
+        self._replicas, self._tensor = 1 if owned.is_part else owned.replicas, owned.layout.tp
+        self._left = 30 if self._tensor > 1 else 0
+        self._top = (16 if owned.layout.pp > 1 else 2) + (14 if self._replicas > 1 else 0)
+        self._band = self._tensor * _CELL[1] + 16
+        self.width = self._left + min(self._replicas, _ACROSS) * _CELL[0]
+        self.height = self._top + -(-self._replicas // _ACROSS) * self._band - 16
+
+    def draw(self, canvas: Canvas, x: float, y: float) -> None:
+        wide, high = _CELL
+        if self._owned.layout.pp > 1:
+            canvas.text(x + self._left, y + 10, f"stage {self._stage}", 10, bold=True)
+        for rank in self._owned.ranks_of(self._stage):
+            place = self._owned.grid.coords(rank)
+            tensor, replica = place["tp"], place["dp"] * self._owned.layout.cp + place["cp"]
+            band, column = divmod(replica, _ACROSS)
+            left = x + self._left + column * wide
+            top = y + self._top + band * self._band + tensor * high
+            if tensor == 0 and self._replicas > 1:
+                words = str(replica) if column else f"dp {replica}"
+                canvas.text(left + wide / 2, top - 4, words, 8, colour=MUTED, anchor="middle")
+            if column == 0 and self._tensor > 1:
+                words = str(tensor) if tensor else "tp 0"
+                canvas.text(left - 5, top + 14, words, 8, colour=MUTED, anchor="end")
+            canvas.rect(left, top, wide - 2, high - 2, self._colours.of([rank]), rim=RIM, round_=3)
+            canvas.text(left + wide / 2 - 1, top + 14, str(rank), 10, anchor="middle")
+
+
+class _Block:
+    """Layers that are held alike, drawn once; panels stand below each other where there is room.
+
+    Where the same ranks have all of their states, a single box says so.
+    """
+
+    def __init__(self, owned: Ownership, section: Section, kind: Kind, colours: Colours) -> None:
+        self.heading, common = section_text(section, owned.units), owned.common_size
+        if kind == "state" and (ranks := section.alone(kind)):
+            size = sum(one.numel for one in section.held)
+            panels = [Panel("everything", (size,), [Share(ranks, (((0, size),),))], colours, common)]
+        else:
+            panels = [Panel(one.label, one.shape, one.of(kind), colours, common) for one in section.held]
+        self.columns: list[list[Panel]] = []
+        room = max(panel.height for panel in panels) + min(panel.height for panel in panels) + 8
+        for panel in panels:
+            if self.columns and sum(each.height + 8 for each in self.columns[-1]) + panel.height <= room:
+                self.columns[-1].append(panel)
+            else:
+                self.columns.append([panel])
+        self._widths = [max(panel.width for panel in column) for column in self.columns]
+        self.width = max(sum(self._widths) + _GAP * (len(self._widths) - 1), text_width(self.heading, 11))
+        self.height = _HEADING + max(sum(panel.height + 8 for panel in column) - 8 for column in self.columns)
+
+    def draw(self, canvas: Canvas, x: float, y: float) -> None:
+        canvas.text(x, y + 11, self.heading, 11, colour=MUTED)
+        canvas.line(x, y + 17, x + self.width, y + 17, FAINT)
+        for column, width in zip(self.columns, self._widths, strict=True):
+            top = y + _HEADING
+            for panel in column:
+                panel.draw(canvas, x, top)
+                top += panel.height + 8
+            x += width + _GAP
+
+
+class _Row:
+    """Blocks side by side, in as many lines as they need, below what they are of."""
+
+    def __init__(self, label: str, blocks: Sequence[_Block], rest: str = "") -> None:
+        self._label, self._blocks, self._rest = label, blocks, rest
+
+    @property
+    def width(self) -> float:
+        """What one line takes."""
+        return sum(block.width for block in self._blocks) + _BETWEEN * (len(self._blocks) - 1)
+
+    def draw(self, canvas: Canvas, x: float, y: float, inside: float) -> float:
+        """Returns where the next row goes."""
+        canvas.text(x, y + 12, self._label, 12, bold=True)
+        y += 24
+        for blocks in self._lines(inside):
+            left = x
+            for block in blocks:
+                block.draw(canvas, left, y)
+                left += block.width + _BETWEEN
+            y += max(block.height for block in blocks) + 16
+        if self._rest:
+            canvas.text(x, y + 6, self._rest, 11, colour=MUTED)
+            y += 20
+        return y + 4
+
+    def _lines(self, inside: float) -> Iterator[list[_Block]]:
+        line: list[_Block] = []
+        taken = 0.0
+        for block in self._blocks:
+            if line and taken + block.width > inside:
+                yield line
+                line, taken = [], 0.0
+            line.append(block)
+            taken += block.width + _BETWEEN
+        yield line
+
+
+class _Card:
+    """The first of ``stages``, which are alike but for their ranks."""
+
+    def __init__(self, owned: Ownership, stages: Sequence[int], colours: Colours) -> None:
+        self._title, self._about = _about(owned, stages)
+        self._rows = []
+        for kind, label in zip(KINDS, keeps(owned.layout), strict=False):
+            sections = owned.sections(stages[0], kind)
+            blocks = [_Block(owned, section, kind, colours) for section in few(sections, _SECTIONS)]
+            more = len(sections) - len(blocks)
+            rest = f"not drawn: {more} more before the last, divided elsewhere" if more else ""
+            self._rows.append(_Row(label, blocks, rest))
+
+    @property
+    def width(self) -> float:
+        return self._rows[0].width + 2 * _PADDING
+
+    def draw(self, canvas: Canvas, y: float, inside: float) -> float:
+        """Returns where the card ends."""
+        shapes = Canvas()
+        bottom = y + 44
+        for row in self._rows:
+            bottom = row.draw(shapes, _MARGIN + _PADDING, bottom, inside - 2 * _PADDING)
+        canvas.rect(_MARGIN, y, inside, bottom - y, CARD, rim=FAINT, round_=8)
+        canvas.text(_MARGIN + _PADDING, y + 28, self._title, 14, bold=True)
+        after = _MARGIN + _PADDING + text_width(self._title, 14, bold=True) + 12
+        room = inside + _MARGIN - _PADDING - after
+        canvas.text(after, y + 28, self._about, fitting(self._about, 12, room), colour=MUTED)
+        canvas.add(shapes)
+        return bottom
+
+
+def _about(owned: Ownership, stages: Sequence[int]) -> tuple[str, str]:
+    first, last = stages[0], stages[-1]
+    ranks = owned.ranks_of(first)
+    units = units_text([owned.units[unit] for stage in stages for unit in owned.stages[stage]])
+    who = f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
+    if owned.layout.pp == 1:
+        return who, units
+    share = f"{owned.cost_share(first):.0%} of the cost"
+    if len(stages) == 1:
+        return f"stage {first}", f"{who}: {units}, {share}"
+    return f"stages {first}–{last}", f"alike, each {share}: {units}; drawn is stage {first} on {who}"
+
+
+def _alike(owned: Ownership) -> Iterator[list[int]]:
+    """The stages, each alone; but three or more in a row that differ in nothing but their numbers together."""
+
+    def shape(stage: int) -> object:
+        first = min(owned.ranks_of(stage))
+
+        def shifted(shares: Sequence[Share]) -> list[object]:
+            return [(tuple(rank - first for rank in share.ranks), share.boxes) for share in shares]
+
+        return [
+            (
+                len(section.units),
+                [(one.label, one.shape, shifted(one.shares), shifted(one.states)) for one in section.held],
+            )
+            for section in owned.sections(stage, "state")
+        ]
+
+    for _, run in groupby(range(len(owned.stages)), shape):
+        stages = list(run)
+        yield from [stages] if len(stages) > 2 else ([stage] for stage in stages)

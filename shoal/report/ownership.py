@@ -1,0 +1,251 @@
+"""Who holds which block: every weight and optimizer state on every rank of a layout, from one process that is none.
+
+The answer is the engine's own. The same functions cut stages, place parameters, build buckets and divide them; only
+tensors without memory are laid out, so neither a model nor a world can be too large to look at.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import groupby
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shoal.build import interpreter_of, stages_of
+from shoal.data_parallel.buckets import BUCKET_BYTES, build_buckets
+from shoal.layout import Layout
+from shoal.local import LocalParameter, lay_out
+from shoal.mesh import Grid
+from shoal.model.roles import RoleTable, role_of
+from shoal.model.task import Task
+from shoal.placement import Box, Fragment, divide
+
+Kind = Literal["weight", "state"]
+MANY = 64
+KINDS: tuple[Kind, ...] = ("weight", "state")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What all of ``ranks`` hold of a tensor: ``boxes`` of it, one or, of a flat range, a few."""
+
+    ranks: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(prod(stop - start for start, stop in box) for box in self.boxes)
+
+
+_NOTHING = Share((), ())
+
+
+@dataclass(frozen=True)
+class Held:
+    """A logical weight of full ``shape`` on the ranks of one pipeline stage, which use it first in layer ``unit``.
+
+    ``shares`` are disjoint, in the order of their first elements: of the weight, and of each of its optimizer states.
+    """
+
+    weight: str
+    label: str
+    """The name within the unit, without what goes without saying."""
+    shape: tuple[int, ...]
+    stage: int
+    unit: int
+    shares: tuple[Share, ...]
+    states: tuple[Share, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def of(self, kind: Kind) -> tuple[Share, ...]:
+        """Who holds what of the weight, or of each of its states."""
+        return self.shares if kind == "weight" else self.states
+
+
+@dataclass(frozen=True)
+class Section:
+    """Consecutive ``units`` whose tensors are held alike, and those of the first of them."""
+
+    units: tuple[int, ...]
+    held: tuple[Held, ...]
+
+    def alone(self, kind: Kind) -> tuple[int, ...] | None:
+        """The ranks that have everything, where the same ones have the whole of each tensor."""
+        everyone = {share.ranks for one in self.held for share in one.of(kind)}
+        whole = all(share.numel == one.numel for one in self.held for share in one.of(kind)[:1] or (_NOTHING,))
+        return everyone.pop() if whole and len(everyone) == 1 else None
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """A layout of a model: the names and costs of its ``units`` (layers), the units of each stage, who holds what.
+
+    ``ranks`` are those that were asked about; shares name no others.
+    """
+
+    layout: Layout
+    ranks: tuple[int, ...]
+    units: tuple[str, ...]
+    costs: tuple[int, ...]
+    stages: tuple[range, ...]
+    held: tuple[Held, ...]
+
+    @cached_property
+    def grid(self) -> Grid:
+        return Grid(self.layout.axes)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether there are ranks that were not asked about."""
+        return len(self.ranks) < self.grid.size
+
+    @property
+    def elements(self) -> int:
+        """The size of the model, a weight that several stages hold counted once."""
+        return sum({one.weight: one.numel for one in self.held}.values())
+
+    @property
+    def common_size(self) -> int:
+        """The size that most dims of matrices have, which is the hidden one."""
+        return Counter(n for one in self.held if len(one.shape) > 1 for n in one.shape).most_common(1)[0][0]
+
+    @property
+    def replicas(self) -> int:
+        """Groups of ranks that each have the whole model between them, were nothing divided over them."""
+        return self.layout.dp * self.layout.cp
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks of one stage."""
+        return tuple(rank for rank in self.ranks if self.grid.coords(rank)["pp"] == stage)
+
+    def cost_share(self, stage: int) -> float:
+        """The part of the whole model's cost that one stage has."""
+        return sum(self.costs[unit] for unit in self.stages[stage]) / sum(self.costs)
+
+    def count(self, rank: int, kind: Kind) -> int:
+        """The elements that ``rank`` holds of weights, or of each optimizer state."""
+        return sum(share.numel for one in self.held for share in one.of(kind) if rank in share.ranks)
+
+    def sections(self, stage: int, kind: Kind) -> list[Section]:
+        """The units of a stage, consecutive ones together where they differ in nothing but their number."""
+        units = groupby((one for one in self.held if one.stage == stage), key=lambda one: one.unit)
+        each = [(unit, tuple(held)) for unit, held in units]
+        found = []
+        for _, run in groupby(each, key=lambda item: [(one.label, one.shape, one.of(kind)) for one in item[1]]):
+            alike = list(run)
+            found.append(Section(tuple(unit for unit, _ in alike), alike[0][1]))
+        return found
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """One object for each box that ranks of a stage hold."""
+        return [
+            {
+                "weight": one.weight, "shape": one.shape, "kind": kind, "box": box,
+                "ranks": share.ranks, "stage": one.stage,
+            }
+            for one in self.held
+            for kind in KINDS
+            for share in one.of(kind)
+            for box in share.boxes
+        ]  # fmt: skip
+
+
+def shown(layout: Layout) -> tuple[int, ...]:
+    """The ranks that a person is shown: all, or of more than :data:`MANY` those of the first replica."""
+    grid = Grid(layout.axes)
+    if grid.size <= MANY:
+        return tuple(range(grid.size))
+    return tuple(grid.rank(place) for place in grid.vary(grid.coords(0), ("pp", "tp")))
+
+
+def ownership(task: Task, layout: Layout, ranks: Sequence[int] | None = None) -> Ownership:
+    """Who holds what of ``task``'s module, of full shapes, under a ``layout`` that fits it; all ``ranks``, unless told.
+
+    Raises :class:`~shoal.errors.LayoutError` where there are more stages than layers.
+    """
+    layers, roles = task.layers(), task.roles
+    stages, interpreter, grid = stages_of(layout, layers, roles), interpreter_of(layout, roles), Grid(layout.axes)
+    asked = tuple(range(grid.size)) if ranks is None else tuple(ranks)
+    found: dict[tuple[int, str], _Found] = {}
+    for rank in asked:
+        coords = grid.coords(rank)
+        held = [_shell(one) for one in lay_out(task.module, layers, roles, interpreter, grid, coords, stages)]
+        for one in held:
+            for piece in one.placement.pieces:
+                found.setdefault((coords["pp"], piece.name), _Found(piece.name, piece.shape, one.unit))
+        for kind, fragment in _fragments(held, layout, grid, rank):
+            if fragment.piece.numel:
+                found[coords["pp"], fragment.piece.name].holders(kind)[fragment.piece.box].append(rank)
+    names = tuple(name for name, _ in layers)
+    everything = [each.as_held(stage, names) for (stage, _), each in found.items()]
+    everything.sort(key=lambda one: (one.stage, one.unit))
+    return Ownership(layout, asked, names, _costs(layers, roles), stages, tuple(everything))
+
+
+class _Found:
+    """What has been found of one weight on one stage."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], unit: int) -> None:
+        self.name, self.shape, self.unit = name, shape, unit
+        self.of_weight: dict[Box, list[int]] = defaultdict(list)
+        self.of_states: dict[Box, list[int]] = defaultdict(list)
+
+    def holders(self, kind: Kind) -> dict[Box, list[int]]:
+        return self.of_weight if kind == "weight" else self.of_states
+
+    def as_held(self, stage: int, names: Sequence[str]) -> Held:
+        label = self.name.removeprefix(f"{names[self.unit]}.").removesuffix(".weight")
+        shares = _gather(self.of_weight), _gather(self.of_states)
+        return Held(self.name, label, self.shape, stage, self.unit, *shares)
+
+
+def _gather(holders: dict[Box, list[int]]) -> tuple[Share, ...]:
+    boxes: dict[tuple[int, ...], list[Box]] = defaultdict(list)
+    for box in sorted(holders):
+        boxes[tuple(holders[box])].append(box)
+    return tuple(Share(ranks, tuple(those)) for ranks, those in boxes.items())
+
+
+def _shell(one: LocalParameter) -> LocalParameter:
+    """The parameter in the shape that a rank has of it, without memory."""
+    local = torch.empty(one.placement.shape, dtype=one.parameter.dtype, device="meta")
+    return replace(one, parameter=nn.Parameter(local))
+
+
+def _fragments(
+    held: Sequence[LocalParameter], layout: Layout, grid: Grid, rank: int
+) -> Iterator[tuple[Kind, Fragment]]:
+    """What ``rank`` keeps of weights and of optimizer states: ZeRO divides the states, and from stage 3 on the weights
+    too, then a unit at a time."""
+    if layout.zero < 3:
+        yield from (("weight", part) for one in held for part in one.fragments("weight", one.parameter))
+    size = (layout.zero_group or layout.dp * layout.cp) if layout.zero else 1
+    cut: Callable[..., Any] = partial(divide, grid=grid, rank=rank, size=size)
+    for bucket in build_buckets(held, cut, 0 if layout.zero == 3 else BUCKET_BYTES):
+        own = torch.empty(bucket.high - bucket.low, device="meta")
+        for part in bucket.own_fragments("state", own, cut):
+            yield "state", part
+            if layout.zero == 3:
+                yield "weight", part
+
+
+def _costs(layers: Sequence[tuple[str, nn.Module]], roles: RoleTable) -> tuple[int, ...]:
+    """What :func:`shoal.build.stages_of` balances: the elements of each layer, but those that are only looked up."""
+    return tuple(
+        sum(
+            parameter.numel()
+            for owner, module in layer.named_modules()
+            if role_of(roles, f"{name}.{owner}").kind != "embed"
+            for parameter in module.parameters(recurse=False)
+        )
+        for name, layer in layers
+    )

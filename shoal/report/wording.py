@@ -1,0 +1,149 @@
+"""Layouts, ranks and boxes in few words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import TypeVar
+
+from shoal.layout import Layout
+from shoal.report.ownership import Section, Share
+
+T = TypeVar("T")
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ascending numbers: ``0–3``, ``0, 4``, ``0–1, 4–5``, ``0, 4 … 60``."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0])]
+    words = [f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return ", ".join(words) if len(words) <= 3 else f"{words[0]}, {words[1]} … {words[-1]}"
+
+
+def units_text(names: Sequence[str]) -> str:
+    """Names of layers, consecutive numbered ones together: ``embed, blocks 0–3``."""
+
+    def stem(name: str) -> str:
+        first, _, last = name.rpartition(".")
+        return first if last.isdigit() else ""
+
+    words = []
+    for common, run in groupby(names, stem):
+        those = list(run)
+        if common and len(those) > 1:
+            words.append(f"{common} {ranks_text([int(name.rpartition('.')[2]) for name in those])}")
+        else:
+            words += those
+    return ", ".join(words)
+
+
+def section_text(section: Section, names: Sequence[str]) -> str:
+    """The layers of a section, of which ``names`` has the names."""
+    return "each of " * (len(section.units) > 1) + units_text([names[unit] for unit in section.units])
+
+
+def share_text(share: Share, shape: Sequence[int]) -> str:
+    """What of a tensor of ``shape`` a share is: ``whole``, ``rows 0–31``, ``rows 0–12 in part``."""
+    box = tuple((min(at for at, _ in spans), max(to for _, to in spans)) for spans in zip(*share.boxes, strict=True))
+    dims = ("element",) if len(shape) == 1 else ("row", "column")
+    cuts = [
+        f"{dim}s {start:,}–{stop - 1:,}" if stop - start > 1 else f"{dim} {start:,}"
+        for dim, (start, stop), n in zip(dims, box, shape, strict=True)
+        if (start, stop) != (0, n)
+    ]
+    partly = " in part" if len(share.boxes) > 1 else ""
+    return (", ".join(cuts) or ("all rows" if partly else "whole")) + partly
+
+
+def few(items: Sequence[T], most: int) -> list[T]:
+    """All of them; of more than ``most``, the first ones and the last."""
+    return list(items) if len(items) <= most else [*items[: most - 1], items[-1]]
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
+def meaning(layout: Layout) -> Iterator[tuple[str, str, str]]:
+    """(key, what it does, what it costs) of everything in a layout, outermost mesh axis first."""
+    m = layout.mb
+    if layout.pp > 1:
+        yield f"pp={layout.pp}", f"the layers are cut into {layout.pp} stages, one a rank", _pipeline_cost(layout)
+    if layout.dp > 1:
+        yield f"dp={layout.dp}", f"{layout.dp} replicas, each with its own samples", _sum_cost(layout)
+    if layout.tp > 1:
+        yield f"tp={layout.tp}:{layout.tp_kind}", *_tensor(layout)
+    if layout.zero:
+        yield f"zero={layout.zero}", *_zero(layout)
+    if m > 1:
+        yield f"mb={m}", f"a step takes {m} micro-batches one after another", "their gradients add up and are sent once"
+    if layout.recompute != "none":
+        yield f"recompute={layout.recompute}", *_recompute(layout)
+    if layout.ranks == m == 1:
+        yield "dp=1", "one process has everything", "nothing is sent"
+
+
+def _pipeline_cost(layout: Layout) -> str:
+    p, m = layout.pp, layout.mb
+    if layout.schedule == "gpipe":
+        kept = f"a stage keeps the activations of all {m} micro-batches"
+    else:
+        kept = f"stage s keeps the activations of at most {p} − s micro-batches"
+    return f"{layout.schedule}: {kept}; a rank idles at least (P−1)/(M+P−1) = {(p - 1) / (m + p - 1):.0%} of a step"
+
+
+def _sum_cost(layout: Layout) -> str:
+    n = layout.dp * layout.cp
+    if layout.zero:
+        return ""
+    return f"gradients are summed once a step; words received for each of its parameters: 2(N−1)/N = {_twice(n):.3g}"
+
+
+def _twice(n: int) -> float:
+    """Words that each of ``n`` ranks receives for each that they sum."""
+    return 2 * (n - 1) / n
+
+
+def _tensor(layout: Layout) -> tuple[str, str]:
+    p, sequence = layout.tp, layout.tp_kind == "1d-sp"
+    times = 10 if sequence else 8
+    what = f"each matrix is cut in {p}: heads, feed-forward columns, vocabulary rows"
+    if sequence:
+        what += f"; between matrices 1/{p} of the positions"
+    cost = f"words received for each activation, in every block: {times}(P−1)/P = {times * (p - 1) / p:.3g}"
+    return what, cost
+
+
+def _zero(layout: Layout) -> tuple[str, str]:
+    n, m = layout.dp * layout.cp, layout.mb
+    g = layout.zero_group or n
+    parts = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")
+    what = f"{parts[layout.zero - 1]} are divided by {g}"
+    if g < n:
+        what += f", in groups of {g} replicas"
+    when, gathers, about = "after the update", 1, ""
+    if layout.zero == 3:
+        # In a pipeline, whose micro-batches overlap, what has been gathered stays until the step's last use of it.
+        when, gathers, about = ("when first used", 1, "") if layout.pp > 1 else ("for each pass", 2 * m, "at most ")
+    words = (gathers + 1) * (g - 1) / g + _twice(n // g) / g
+    return what, (
+        f"gradients are scattered once a step, parameters gathered {when}; "
+        f"words received for each of its parameters: {about}{words:.3g}"
+    )
+
+
+def _recompute(layout: Layout) -> tuple[str, str]:
+    where = ""
+    if layout.recompute_stages is not None:
+        where = f" in stage{'s' * (len(layout.recompute_stages) > 1)} {ranks_text(layout.recompute_stages)}"
+    if layout.recompute == "full":
+        return f"of each layer{where} only the input is kept", "its forward pass runs twice: a third more work"
+    return f"attention's inner activations{where} are not kept", "attention's core runs twice"
+
+
+def keeps(layout: Layout) -> tuple[str, ...]:
+    """What lies alike on the ranks, and apart from that what lies otherwise: ZeRO divides some of it."""
+    return {
+        1: ("weights, gradients", "optimizer states"),
+        2: ("weights", "gradients, optimizer states"),
+    }.get(layout.zero, ("weights, gradients, optimizer states",))

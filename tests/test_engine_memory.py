@@ -1,0 +1,213 @@
+"""Bytes that a rank holds, by the meter: model states under ZeRO, activations in flight, an engine while it is built.
+
+Everything is float64. N replicas; Ψ parameters; p stages, of which a rank has one, r; m micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from shoal.comm.world import World
+from shoal.config import Config, load
+from shoal.engine import Engine
+from shoal.layout import Layout
+from shoal.meter import Meter
+from shoal.train.pool import Pool
+from shoal.train.setup import make_engine, make_model, open_data
+
+RUNS = Path(__file__).parents[1] / "runs"
+STATES = ("parameters", "gradients", "moments")
+WORD = 8
+SMALL = 8192
+"""Bytes of scalars, and of a batch's labels and positions."""
+
+Bytes = dict[str, int]
+
+
+def read(run: str, **settings: object) -> Config:
+    return load(RUNS / f"{run}.toml", [f"{key.replace('__', '.')}={value}" for key, value in settings.items()])
+
+
+def parse(line: str) -> Layout:
+    return Layout.parse(f"{line},dtype=float64")
+
+
+def parameters(config: Config) -> list[int]:
+    """Of each layer, embedding and head included."""
+    return [sum(p.numel() for p in layer.parameters()) for _, layer in make_model(config, parse("dp=1")).layers()]
+
+
+class Highest(Meter):
+    """Also knows the most that each category had, whenever that was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most: Counter[str] = Counter()
+
+    def _record(self) -> None:
+        super()._record()
+        self.most |= Counter(self.snapshot())
+
+
+def model_states(world: World, config: Config, line: str) -> tuple[Bytes, Bytes, Bytes]:
+    """By category: when gradients are reduced, when the step is over, and the most of each in it. Of a second step."""
+    model = make_model(config, parse(line))  # on the meta device, whose bytes would count
+    with Highest() as meter:
+        engine = Engine(model, parse(line), optimizer=config.optimizer, world=world)
+        for flat in engine._sync.flats:
+            meter.label("parameters", [flat.params, flat.own_params])
+            meter.label("gradients", [flat.grads, flat.own_grads])
+            meter.label("moments", flat.states.values())
+        seen = []
+        for step in range(2):
+            engine.on_gradients = lambda: seen.append(meter.snapshot())
+            meter.most.clear()
+            with meter.phase("forward"):
+                engine.step(open_data(config).batch(step, engine.mesh.coords["dp"], engine.layout.dp))
+            seen.append(meter.snapshot())
+        return seen[2], seen[3], dict(meter.most)
+
+
+def shares(zero: int, replicas: int) -> list[float]:
+    """What a rank keeps of Ψ parameters, Ψ gradients and 2Ψ moments (Rajbhandari et al. 2020)."""
+    return [1 / replicas if zero >= stage else 1.0 for stage in (3, 2, 1)]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_model_states_take_what_the_stage_of_zero_says(zero: int, replicas: int, pool: Pool) -> None:
+    """To the byte, where sizes divide."""
+    config = read("tiny", model__layers=3)
+    psi = sum(parameters(config))
+    words = [share * psi for share in shares(zero, replicas)]
+    expected = dict(zip(STATES, (words[0] * WORD, words[1] * WORD, 2 * words[2] * WORD), strict=True))
+    for reduced, after, most in pool.run(model_states, config, f"dp={replicas},zero={zero},mb=2", ranks=replicas):
+        assert {kind: reduced[kind] for kind in STATES} == expected
+        assert {kind: after[kind] for kind in STATES} == expected
+        assert sum(after.values()) - sum(expected.values()) < SMALL, "nothing else of size outlives a step"
+        if zero == 3 and replicas > 1:
+            # Whole: the layer that is used and the next; gradients of one that begins, and two that are sent.
+            largest = max(parameters(config)) * WORD
+            assert expected["parameters"] + largest <= most["parameters"] <= expected["parameters"] + 2 * largest
+            assert expected["gradients"] + largest <= most["gradients"] <= expected["gradients"] + 3 * largest
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_uneven_model_states_are_padded_by_less_than_a_word_a_rank_and_bucket(zero: int, pool: Pool) -> None:
+    config = read("tiny6", model__layers=2)
+    psi, buckets = sum(parameters(config)), 4 if zero == 3 else 1
+    for reduced, _, _ in pool.run(model_states, config, f"dp=4,zero={zero}", ranks=4):
+        for kind, copies, share in zip(STATES, (1, 1, 2), shares(zero, 4), strict=True):
+            exact = copies * share * psi * WORD
+            assert exact <= reduced[kind] < exact + copies * 4 * buckets * WORD
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_stages_divide_their_own_model_states(zero: int, pool: Pool) -> None:
+    config = read("tiny", model__layers=4)
+    layers = parameters(config)
+    for rank, (reduced, after, _) in enumerate(
+        pool.run(model_states, config, f"dp=2,pp=2{{layers=3/1}},zero={zero},mb=4", ranks=4)
+    ):
+        psi = sum(layers[:4] if rank < 2 else layers[4:])
+        words = [share * psi for share in shares(zero, 2)]
+        expected = [words[0] * WORD, words[1] * WORD, 2 * words[2] * WORD]
+        assert [reduced[kind] for kind in STATES] == [after[kind] for kind in STATES] == expected
+
+
+# ---- activations
+
+SAMPLES, LENGTH, HIDDEN = 2, 64, 64
+BOUNDARY = SAMPLES * LENGTH * HIDDEN * WORD
+"""Bytes of the input of a block for one micro-batch."""
+
+
+def activations(world: World, line: str, layers: int, micro_batches: int) -> int:
+    """Most bytes in a step beyond what is there between steps, with micro-batches of one size."""
+    config = read(
+        "tiny", model__layers=layers, model__dropout=0, data__seq_len=LENGTH, data__batch=SAMPLES * micro_batches
+    )
+    with Meter() as meter:
+        engine = make_engine(config, parse(f"{line},mb={micro_batches}"), world)
+        batches = [open_data(config).batch(step) for step in range(2)]
+        engine.step(batches[0])
+        before = meter.live()
+        with meter.phase("step"):
+            engine.step(batches[1])
+        return meter.peak("step") - before
+
+
+def by_stage(pool: Pool, line: str, layers: int, micro_batches: int) -> list[int]:
+    return pool.run(activations, line, layers, micro_batches, ranks=Layout.parse(line).ranks)
+
+
+def test_a_stage_keeps_the_activations_of_as_many_micro_batches_as_its_schedule_says(pool: Pool) -> None:
+    """m under GPipe (Huang et al. 2019), min(p − r, m) under 1F1B (Narayanan et al. 2019); beside them at most two
+    tensors of a boundary, one on its way in and one on its way out."""
+    gpipe = {m: by_stage(pool, "pp=4:gpipe", 4, m) for m in (1, 2, 3, 5)}
+    each = [after - before for before, after in zip(gpipe[2], gpipe[3], strict=True)]
+    assert min(each) > 15 * BOUNDARY
+    for stage, more in enumerate(each):
+        assert gpipe[5][stage] - gpipe[3][stage] == pytest.approx(2 * more, abs=SMALL)
+        assert -SMALL < gpipe[2][stage] - gpipe[1][stage] - more < BOUNDARY + SMALL
+    for m in (1, 2, 3, 6):
+        for stage, peak in enumerate(by_stage(pool, "pp=4:1f1b", 4, m)):
+            in_flight = min(4 - stage, m)
+            beside = peak - gpipe[1][stage] - (in_flight - 1) * each[stage]
+            assert -SMALL < beside < 2 * BOUNDARY + SMALL, f"stage {stage} of 4 with {m} micro-batches"
+
+
+def test_what_is_recomputed_keeps_the_inputs_of_its_layers(pool: Pool) -> None:
+    """Of each micro-batch in flight: the input of each block, and its rotary tables."""
+    tables = 2 * SAMPLES * LENGTH * 4 * WORD
+    kept, recomputed = (
+        [
+            after - before
+            for before, after in zip(*(by_stage(pool, f"pp=2:gpipe{how}", 4, m) for m in (2, 3)), strict=True)
+        ]
+        for how in ("", ",recompute=full")
+    )
+    assert recomputed[0] == pytest.approx(2 * BOUNDARY + tables, abs=SMALL)
+    assert kept[0] > 15 * recomputed[0]
+    # The last stage has the head, too, whose backward pass follows its forward pass at once.
+    assert recomputed[1] - recomputed[0] == pytest.approx(kept[1] - kept[0], abs=SMALL)
+
+
+# ---- building
+
+
+def building(world: World, config: Config, line: str) -> tuple[int, int, int, int]:
+    """Bytes at the peak and after it, the parameters that this rank holds or has a share of, and the largest bucket."""
+    model = make_model(config, parse(line))
+    with Meter() as meter:
+        engine = Engine(model, parse(line), optimizer=config.optimizer, world=world)
+        buckets = [flat.bucket for flat in engine._sync.flats]
+        psi = sum(slot.stop - slot.start for bucket in buckets for slot in bucket.slots)
+        return meter.peak(), meter.live(), psi, max(bucket.size for bucket in buckets)
+
+
+@pytest.mark.parametrize("line", ["dp=1", "pp=4", "tp=4", "tp=2,pp=2", "dp=2,zero=1"])
+def test_a_rank_makes_only_what_it_holds(line: str, pool: Pool) -> None:
+    """Also while it is built: gradients and moments take more than the initial values of one parameter."""
+    config = read("tiny")
+    layout, total = parse(line), sum(parameters(config))
+    shares = []
+    for peak, after, psi, _ in pool.run(building, config, line, ranks=layout.ranks):
+        held = (2 + 2 / layout.dp) * psi * WORD
+        assert held <= after <= peak < held + SMALL
+        shares.append(psi)
+    assert total <= sum(shares) / layout.dp < 1.02 * total, "norms alone are whole on every rank of tp"
+
+
+@pytest.mark.parametrize("line", ["dp=4,zero=3", "dp=2,pp=2,zero=3", "dp=2,tp=2,zero=3"])
+def test_what_is_divided_is_made_a_bucket_at_a_time(line: str, pool: Pool) -> None:
+    """Whole for that time: parameters and gradients of one bucket, and the initial values of one parameter."""
+    config, layout = read("tiny"), parse(line)
+    for peak, after, psi, bucket in pool.run(building, config, line, ranks=4):
+        held = 4 * psi * WORD / layout.dp
+        assert held <= after < held + SMALL
+        assert held <= peak < held + 2 * bucket * WORD + SMALL
+        assert 4 * bucket < psi
