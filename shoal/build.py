@@ -19,7 +19,7 @@ from shoal.local import Interpreter, LocalParameter
 from shoal.memory.recompute import recompute_attention, recomputed
 from shoal.mesh import Mesh
 from shoal.model.roles import RoleTable, role_of
-from shoal.model.task import Task
+from shoal.model.task import PlainTask, Task
 from shoal.pipeline.faults import faults
 from shoal.pipeline.lower import lower
 from shoal.pipeline.program import Program
@@ -59,9 +59,22 @@ def stages_of(layout: Layout, layers: Sequence[tuple[str, nn.Module]], roles: Ro
         for name, layer in layers
     ]
     if roles:
-        return cut(costs, layout.stages, layout.stage_layers)
-    between = cut([0, *costs, 0], layout.stages, layout.stage_layers)
-    return tuple(range(max(0, one.start - 1), min(len(layers), one.stop - 1)) for one in between)
+        stages = cut(costs, layout.stages, layout.stage_layers)
+    else:
+        between = cut([0, *costs, 0], layout.stages, layout.stage_layers)
+        stages = tuple(range(max(0, one.start - 1), min(len(layers), one.stop - 1)) for one in between)
+    _check_buffers(layout, layers, stages)
+    return stages
+
+
+def _check_buffers(layout: Layout, layers: Sequence[tuple[str, nn.Module]], stages: Sequence[range]) -> None:
+    """Refuse a buffer of two stages: each would write its own."""
+    home: dict[Tensor, int] = {}
+    for at, stage in enumerate(stages):
+        for buffer in {buffer for unit in stage for buffer in layers[unit][1].buffers()}:
+            if home.setdefault(buffer, at) != at:
+                problem = f"stages {home[buffer]} and {at} would share a module with buffers, each with its own values"
+                raise LayoutError(setting("layout.pp", layout.pp, problem, "use pp=1, or a module for each"))
 
 
 def interpreter_of(layout: Layout, roles: RoleTable) -> Interpreter:
@@ -83,7 +96,9 @@ def run_of(layout: Layout, task: Task, unit: int, stage: int) -> Callable[[Tenso
         return run
     if layout.recompute == "selective":
         recompute_attention(name, layer, task.roles)
-    return recomputed(run) if layout.recompute == "full" and unit < len(layers) - 1 else run
+    if layout.recompute == "full" and unit < len(layers) - 1:
+        return recomputed(run, buffers=list(layer.buffers()), draws=isinstance(task, PlainTask))
+    return run
 
 
 def sync_of(
@@ -92,18 +107,16 @@ def sync_of(
     states: Sequence[str],
     mesh: Mesh,
     uses: Mapping[int, Sequence[str]],
-    from_first: bool,
 ) -> Sync:
     """``zero`` and ``sync``: how replicas keep equal, and what each keeps. ``uses`` names each unit's parameters."""
     size = layout.zero_group or layout.dp * layout.cp
     match layout.zero:
         case 0:
-            return AllReduce(trained, states, mesh, from_first=from_first)
+            return AllReduce(trained, states, mesh)
         case 1 | 2:
-            return Zero(trained, states, mesh, size=size, keep_grads=layout.zero == 1, from_first=from_first)
+            return Zero(trained, states, mesh, size=size, keep_grads=layout.zero == 1)
         case _:
-            resident = layout.pp > 1
-            return ZeroThree(trained, states, mesh, size=size, uses=uses, resident=resident, from_first=from_first)
+            return ZeroThree(trained, states, mesh, size=size, uses=uses, resident=layout.pp > 1)
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,10 @@ class Engine:
     def _apply(self) -> None:
         """Apply the layout to the model. The order matters, and here is where it is written."""
         module, roles, layers, mesh = self.task.module, self.task.roles, self.task.layers(), self.mesh
+        # What has values already has them from the first rank.
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.world.device))
+        given = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
+        copy_from_first(given, self.world.everyone)
         # Cut into pipeline stages.
         stages = stages_of(self.layout, layers, roles)
         at = mesh.coords["pp"]
@@ -112,7 +116,6 @@ class Engine:
         for unit in set(range(len(layers))) - set(mine):
             drop(layers[unit][1], [layers[other][1] for other in mine])
         held = allot(module, held, self.seed, self.world.device)
-        module.to(self.world.device)
         for unit in mine:
             adapt(*layers[unit], roles, interpreter, self._tensor)
         # Recompute.
@@ -121,11 +124,7 @@ class Engine:
         self._frozen = [settle(one) for one in held if not one.parameter.requires_grad]
         uses = {unit: [names[parameter] for parameter in used[unit]] for unit in mine}
         trained = [one for one in held if one.parameter.requires_grad]
-        from_first = isinstance(self.task, PlainTask)  # its values did not come from the seed
-        self._sync = sync_of(self.layout, trained, state_names(self.optimizer), mesh, uses, from_first)
-        if from_first:
-            copy_from_first((one.parameter.data for one in self._frozen), self._replicas)
-            copy_from_first(module.buffers(), self._replicas)
+        self._sync = sync_of(self.layout, trained, state_names(self.optimizer), mesh, uses)
         self._updater = Updater(self.optimizer, self._sync.runs())
         # The Program, and what its actions mean.
         self._interpreter = interpreter

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.world import Group
+from shoal.errors import ConfigError
 from shoal.mesh import Coords, Grid
 from shoal.model import init
 from shoal.model.roles import REPLICATED, Role, RoleTable, role_of
@@ -71,7 +72,7 @@ def lay_out(
     coords: Coords,
     stages: Sequence[range] = (),
 ) -> list[LocalParameter]:
-    """Every parameter of ``module``, of its full shape, that is held at ``coords``; once, however many modules share it.
+    """Every parameter of ``module``, of full shape, that is held at ``coords``; once, however many modules share it.
 
     ``stages`` are the units of each pipeline rank (one that has them all, unless told). A parameter that several of a
     rank's layers share belongs to the first of them: its gradient is complete only when the backward pass has reached
@@ -114,6 +115,11 @@ def allot(
             shell = torch.empty((), dtype=one.parameter.dtype, device=device).expand(one.placement.shape)
             parameter = nn.Parameter(shell, one.parameter.requires_grad)
             made[one.parameter] = replace(one, parameter=parameter, drawn=_draw(one, seed, device))
+        elif tuple(one.parameter.shape) != one.placement.shape:
+            raise ConfigError(
+                f"Engine: {one.name} has values already, and this rank is to hold a part of it; build the module on "
+                "the meta device, and load a checkpoint into the engine"
+            )
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             if parameter in made:
@@ -154,8 +160,8 @@ def drop(layer: nn.Module, kept: Iterable[nn.Module]) -> None:
 
 
 def adapt(name: str, layer: nn.Module, roles: RoleTable, interpreter: Interpreter, group: Group) -> None:
-    """Put the interpreter's modules into ``layer``, called ``name`` in the model, in place of those whose role calls for
-    another."""
+    """Put the interpreter's modules into ``layer``, called ``name`` in the model, in place of those whose role calls
+    for another."""
     for inner, child in list(layer.named_modules())[1:]:
         other = interpreter.adapt(role_of(roles, f"{name}.{inner}"), child, group)
         if other is not child:

@@ -185,6 +185,7 @@ def divide(who: Holders, grid: Grid, rank: int, size: int) -> Division:
         lines[tuple(at for axis, at in coords.items() if axis not in LOCKSTEP)].append(copy)
     part = {copy: place % size for line in lines.values() for place, copy in enumerate(line)}
     mine = next(line for line in lines.values() if rank in line)
+    assert len(mine) <= size or len(mine) % size == 0, f"{len(mine)} ranks in groups of {size}"
     start = mine.index(rank) // size * size
     return Division(
         shard=tuple(mine[start : start + size]),

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from engine_ranks import Held, equal, put_together, weights
 from torch import Tensor, nn
 
+from shoal.build import DTYPES, SCHEDULES
 from shoal.comm.world import World
 from shoal.config import Config, Optimizer, load
-from shoal.build import DTYPES, SCHEDULES
 from shoal.engine import Engine, StepResult
 from shoal.errors import ConfigError, LayoutError
 from shoal.layout import Layout
@@ -176,10 +176,10 @@ CASES = [
     ("chain", "dp=2,mb=2"),
     ("chain", "dp=3,zero=3,mb=2"),
     ("chain", "dp=2,pp=2"),
-    ("chain", "dp=2,pp=2:gpipe{layers=2/4},zero=1,mb=3"),
-    ("chain", "dp=2,pp=2{layers=1/5},zero=2,mb=3"),
+    ("chain", "dp=2,pp=2:gpipe{layers=3/5},zero=1,mb=3"),
+    ("chain", "dp=2,pp=2{layers=1/7},zero=2,mb=3"),
     ("chain", "dp=2,pp=2,zero=3,mb=2"),
-    ("chain", "pp=3{layers=3/2/1},mb=4"),
+    ("chain", "pp=3{layers=4/2/2},mb=4"),
     ("chain", "pp=4,mb=2"),
     ("bare", "recompute=full,mb=2"),
     ("bare", "dp=2,pp=2,zero=3,mb=2,recompute=full"),
@@ -236,8 +236,8 @@ def refuses(world: World, name: str, line: str) -> str:
     [
         ("mlp", "tp=2", "layout.tp = 2: the module has no role table; use tp=1"),
         ("chain", "tp=2:1d-sp", "layout.tp = 2: the module has no role table; use tp=1"),
-        ("mlp", "pp=2", "layout.pp = 2: more stages than the model's 1 layers; use pp=1 or fewer"),
-        ("chain", "pp=2{layers=4/4}", "layout.pp layers = 4/4: the model has 6 blocks for 2 stages; use 2 numbers"),
+        ("mlp", "pp=2", "layout.pp = 2: 2 stages are more than the model's 1 layers; use pp=1"),
+        ("chain", "pp=2{layers=4/3}", "layout.pp layers = 4/3: the model has 8 blocks for 2 stages; use 2 numbers"),
         ("chain", "cp=2", "layout.cp = 2: context parallelism ring is not built yet; built: dp, mb, zero=1|2|3, "),
     ],
 )

@@ -106,12 +106,17 @@ def build_buckets(
     """Buckets in the order in which the backward pass completes them: the same on every rank that holds the same.
 
     Whole units are put together until a bucket would exceed ``cap_bytes``; parameters of other dtypes or other holders
-    never mix.
+    never mix, and one that several stages share is alone.
     """
     alike: dict[tuple[torch.dtype, tuple[Holders, ...]], list[LocalParameter]] = defaultdict(list)
+    buckets = []
     for one in held:
-        alike[one.parameter.dtype, tuple(dict.fromkeys(one.holders))].append(one)
-    buckets = [bucket for members in alike.values() for bucket in _fill(members, divide, cap_bytes)]
+        if any(divide(who).across_stages for who in one.holders):
+            buckets.append(Bucket([one], divide))  # each stage has an order of its own
+        else:
+            alike[one.parameter.dtype, tuple(dict.fromkeys(one.holders))].append(one)
+    for members in alike.values():
+        buckets += _fill(members, divide, cap_bytes)
     return sorted(buckets, key=lambda one: (-min(one.units), one.name))
 
 

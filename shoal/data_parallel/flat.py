@@ -1,4 +1,4 @@
-"""The memory of a bucket on one rank: the whole of it, where the model computes, and the part that this rank updates."""
+"""The memory of a bucket on one rank: the whole of it, where the model computes, and the part this rank updates."""
 
 from __future__ import annotations
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
+
 import torch
 from torch import Tensor
 
-from shoal.comm.collectives import Pending, all_reduce, broadcast, start_all_reduce
+from shoal.comm.collectives import Pending, all_reduce, start_all_reduce
 from shoal.comm.world import Group
 from shoal.data_parallel.buckets import BUCKET_BYTES, Slot, build_buckets
 from shoal.data_parallel.flat import Flat, is_open, open_
@@ -40,6 +41,10 @@ class Main:
         """Whether the parameter has no gradient outside the buffer."""
         grad = self.held.parameter.grad
         return grad is None or grad is self.gradient
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A parameter may be saved; its way in is not a part of it."""
+        return type(None), ()
 
     def enter(self) -> bool:
         """Make ready for a contribution; returns whether it is the first of the step."""
@@ -73,20 +78,18 @@ class Sync:
         keep_params: bool = True,
         keep_grads: bool = True,
         cap_bytes: int = BUCKET_BYTES,
-        from_first: bool = False,
     ) -> None:
-        """``held`` are divided over ``size`` ranks; ``from_first`` starts all copies from the values of the first."""
+        """``held`` are divided over ``size`` ranks."""
         self._mesh = mesh
         self._divide = partial(divide, grid=mesh.grid, rank=mesh.world.rank, size=size)
         buckets = build_buckets(held, self._divide, cap_bytes)
-        mesh.open_groups(self._rank_sets(held, from_first))
+        divisions = [self._divide(who) for one in held for who in one.holders]
+        mesh.open_groups({ranks for each in divisions for ranks in (each.shard, each.cross)})
         self.flats: list[Flat] = []
         self._mains: list[Main] = []
         for number, bucket in enumerate(buckets):  # one at a time: no more than one is whole that will not stay so
             alone = len(bucket.shard) == 1
             flat = Flat(bucket, states, keep_params=keep_params or alone, keep_grads=keep_grads or alone)
-            if from_first:
-                _copy_from_first(flat, mesh)
             self.flats.append(flat)
             self._mains += [Main(self, number, slot) for slot in bucket.slots]
             flat.divide()
@@ -257,13 +260,6 @@ class Sync:
         number, self._sent = self._sent, self._sent + 1
         self._send(number)
 
-    def _rank_sets(self, held: Sequence[LocalParameter], copies: bool) -> set[tuple[int, ...]]:
-        """The ranks of every group that will be used."""
-        everyone = {who for one in held for who in one.holders}
-        divisions = [self._divide(who) for who in everyone]
-        sets = {ranks for each in divisions for ranks in (each.shard, each.cross)}
-        return sets | {who.copies for who in everyone} if copies else sets
-
     def _fewest_for_the_norm(self) -> Group:
         """The ranks that must add up to know the norm: this one alone, if every rank has every reduced gradient."""
         world = self._mesh.world
@@ -273,8 +269,3 @@ class Sync:
         agreed = torch.tensor([everything], dtype=torch.int64, device=world.device)
         all_reduce(agreed, world.everyone, "start", "min")
         return self._mesh.over() if agreed.item() else world.everyone
-
-
-def _copy_from_first(flat: Flat, mesh: Mesh) -> None:
-    for slot in flat.bucket.slots:
-        broadcast(flat.params[slot.start : slot.stop], mesh.group(slot.held.holders[0].copies), "start")

@@ -3,13 +3,16 @@
 Of Ψ parameters over N ranks, each rank updates Ψ/N and keeps the optimizer states of those (stage 1), of gradients
 keeps only those once they are reduced (stage 2), of parameters too (stage 3), which are then gathered a unit at a
 time, for as long as it is used. A step receives 2(N−1)/N·Ψ words under stages 1 and 2 whatever the accumulation, since
-gradients of micro-batches add up before they are sent; under stage 3 one gather a pass more, 3(N−1)/N·Ψ in all.
+gradients of micro-batches add up before they are sent; under stage 3 each pass gathers, so at most
+3(N−1)/N·Ψ with one micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch import Tensor, nn
 
 from shoal.comm.collectives import Pending, start_all_gather, start_reduce_scatter
 from shoal.data_parallel.flat import close, is_open, open_
@@ -67,9 +70,9 @@ class Zero(Sync):
 class ZeroThree(Zero):
     """Stage 3: parameters are whole from a unit's first use to its last, and the next unit's are fetched meanwhile.
 
-    ``uses`` says which parameters each unit uses: its own, and those that it shares. With ``resident`` (a pipeline, which has several
-    micro-batches under way) they stay whole from the first use in a step to the last, instead of being gathered for
-    every pass; so do parameters that several units share.
+    ``uses`` says which parameters each unit uses: its own, and those that it shares. With ``resident`` (a pipeline,
+    which has several micro-batches under way) they stay whole from the first use in a step to the last, instead of
+    being gathered for every pass; so do parameters that several units share.
     """
 
     def __init__(self, *arguments: Any, uses: Mapping[int, Sequence[str]], resident: bool, **options: Any) -> None:
@@ -83,6 +86,11 @@ class ZeroThree(Zero):
         self._stays = [resident or count > 1 for count in users]
         self._gathering: dict[int, Pending] = {}
         self._training = False
+        divided = [m.held.parameter for m in self._mains if not self.flats[m.bucket].keep_params]
+        self._views = {parameter: parameter.data for parameter in divided}
+        # Between steps there is nothing behind the views, and reading it would be an accident: NaN tells.
+        self._shells = {p: p.new_full((), float("nan"), requires_grad=False).expand(p.shape) for p in divided}
+        self._show(self._shells)
 
     def begin(self) -> None:
         super().begin()
@@ -90,6 +98,8 @@ class ZeroThree(Zero):
         self._training = True
 
     def enter_unit(self, unit: int, backward: bool) -> None:
+        if self._shelved:
+            self._show(self._views)
         place = self._units.index(unit) + (-1 if backward else 1)
         following = self._units[place : place + 1] if place >= 0 else []
         for each in (unit, *following):
@@ -121,6 +131,13 @@ class ZeroThree(Zero):
             if not flat.keep_params:
                 close(flat.params)
         self._training = False
+        self._show(self._shells)
+
+    def _show(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
+        """What the divided parameters look like from outside."""
+        for parameter, tensor in tensors.items():
+            parameter.data = tensor
+        self._shelved = tensors is self._shells
 
     def _fetch(self, number: int) -> None:
         flat = self.flats[number]

@@ -44,7 +44,7 @@ class Linear(nn.Linear):
     """``nn.Linear``, whose weight may have a sink."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if hasattr(self.weight, "sink") and torch.is_grad_enabled():
+        if getattr(self.weight, "sink", None) is not None and torch.is_grad_enabled():
             y: Tensor = _Linear.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
             return y
         return F.linear(x, self.weight, self.bias)

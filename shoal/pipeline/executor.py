@@ -51,9 +51,8 @@ class Handlers:
     pass of a stage.
 
     ``enter_unit(unit, backward)`` is called before a unit's parameters are used: in a forward pass, which ends with
-    ``leave_unit(unit)``, and in a backward pass, which ends with ``unit_done``. A unit that a backward pass does not
-    reach is done without being entered. One that is recomputed is not entered again for that: it happens within its
-    backward pass.
+    ``leave_unit(unit)``, and in every backward pass, which ends with ``unit_done``, whether it reaches the unit or not.
+    One that is recomputed is not entered again for that: it happens within its backward pass.
     """
 
     unit_done: Callable[[int, bool], None]

@@ -13,7 +13,7 @@ class Watch:
 
     ``enter(unit)`` is called before the pass computes anything of a unit, ``done(unit)`` when all gradients of its
     parameters are there. A unit that the pass does not reach, because nothing in it or before it needs a gradient, is
-    not entered, and is done when the pass is over.
+    entered and done when the pass is over: another rank's pass may reach it, and wait for this one.
 
     Autograd runs the newest nodes first: when the gradient of a unit's input is complete, so is every gradient of its
     parameters, and of all units after it; the nodes of the unit before come next. A leaf is no such input: its gradient
@@ -38,10 +38,14 @@ class Watch:
 
     def end(self) -> None:
         """The pass is over, where there was one."""
-        while self._left:
-            self._done(self._left.pop())
+        self._finish(-1)
 
     def _input_done(self, unit: int, gradient: Tensor) -> None:
+        self._finish(unit)
+        self.begin()  # the unit before
+
+    def _finish(self, unit: int) -> None:
+        """All units from the last to ``unit`` are done."""
         while self._left and self._left[-1] >= unit:
+            self.begin()
             self._done(self._left.pop())
-        self.begin()  # the unit before, unless its output is this very tensor and its turn has passed

@@ -38,6 +38,14 @@ class _Area(NamedTuple):
         return min(self.width, self.height)
 
 
+class _Tick(NamedTuple):
+    """A label beside a box whose middle is at ``place`` along a side, and the ``room`` that it needs there."""
+
+    place: float
+    words: str
+    room: float
+
+
 class Panel:
     """A tensor of ``shape``, a matrix or a vector, that ranks ``share``, with its ``title`` and shape above it.
 
@@ -63,14 +71,14 @@ class Panel:
             if (fit := _fit(word, area)) is not None:
                 self._labels.append((x, y, word, *fit))
             elif area.width >= area.height:
-                beside.append((y, word, _SIZES[-1] + 1.0))
+                beside.append(_Tick(y, word, _SIZES[-1] + 1.0))
             else:
-                below.append((x, word, text_width(word, _SIZES[-1]) + 3))
-        self._beside, self._below = list(_apart(beside)), list(_apart(below))
-        outside = max((text_width(word, _SIZES[-1]) + 6 for _, word in self._beside), default=0.0)
+                below.append(_Tick(x, word, text_width(word, _SIZES[-1]) + 3))
+        self._beside, self._below = _spread(beside, self._size[1]), _spread(below, self._size[0])
+        outside = max((text_width(tick.words, _SIZES[-1]) + 8 for tick, _ in self._beside), default=0.0)
         titles = max(text_width(self._title, 11, bold=True), text_width(self._shape, 10))
         self.width = max(self._size[0] + outside, titles)
-        self.height = _TITLE + self._size[1] + (14 if self._below else 0)
+        self.height = _TITLE + self._size[1] + (15 if self._below else 0)
 
     def draw(self, canvas: Canvas, x: float, y: float) -> None:
         """Draw it with its left upper corner at (x, y)."""
@@ -83,12 +91,12 @@ class Panel:
             at = (x + across + shift, y + down) if turned else (x + across, y + down + shift)
             canvas.text(*at, word, size, anchor="middle", turned=turned)
         right, bottom = x + self._size[0], y + self._size[1]
-        for down, word in self._beside:
-            canvas.line(right, y + down, right + 4, y + down, MUTED)
-            canvas.text(right + 6, y + down + 2.9, word, _SIZES[-1])
-        for across, word in self._below:
-            canvas.line(x + across, bottom, x + across, bottom + 4, MUTED)
-            canvas.text(x + across, bottom + 12, word, _SIZES[-1], anchor="middle")
+        for tick, down in self._beside:
+            canvas.line(right, y + tick.place, right + 6, y + down, MUTED)
+            canvas.text(right + 8, y + down + 2.9, tick.words, _SIZES[-1])
+        for tick, across in self._below:
+            canvas.line(x + tick.place, bottom, x + across, bottom + 5, MUTED)
+            canvas.text(x + across, bottom + 13, tick.words, _SIZES[-1], anchor="middle")
 
     def _draw_boxes(self, canvas: Canvas, x: float, y: float) -> None:
         canvas.rect(x, y, *self._size, "url(#hatch)")
@@ -150,20 +158,22 @@ def _fit(words: str, area: _Area) -> tuple[int, bool] | None:
     return None
 
 
-def _apart(ticks: Sequence[tuple[float, str, float]]) -> Iterator[tuple[float, str]]:
-    """Of ``ticks`` (place, words, room) the first, the last, and as many between as there is room for."""
-    if not ticks:
-        return
-    first, *between = sorted(ticks)
-    last = between.pop() if between else first
-    yield first[:2]
-    end = first[0] + first[2] / 2
-    for place, words, room in between:
-        if place - room / 2 >= end and place + room / 2 <= last[0] - last[2] / 2:
-            yield place, words
-            end = place + room / 2
-    if last[0] - last[2] / 2 >= end:
-        yield last[:2]
+def _spread(ticks: Sequence[_Tick], length: float) -> list[tuple[_Tick, float]]:
+    """Where the labels of ``ticks`` stand along a side of that ``length``, each as near to its place as others allow;
+    of too many every other one is left out."""
+    ordered = sorted(ticks)
+    while len(ordered) > 1 and sum(tick.room for tick in ordered) > length:
+        ordered = ordered[::2]
+    spots: list[float] = []
+    end = 0.0
+    for tick in ordered:
+        spots.append(max(tick.place, end + tick.room / 2))
+        end = spots[-1] + tick.room / 2
+    end = length
+    for at, tick in reversed(list(enumerate(ordered))):
+        spots[at] = min(spots[at], end - tick.room / 2)
+        end = spots[at] - tick.room / 2
+    return list(zip(ordered, spots, strict=True))
 
 
 def _common_edge(one: _Area, other: _Area) -> Iterator[tuple[float, float, float, float]]:

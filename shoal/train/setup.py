@@ -7,11 +7,11 @@ from typing import Literal, Protocol
 
 import torch
 
+from shoal.build import DTYPES
 from shoal.comm.world import World
 from shoal.config import Config
 from shoal.data.batches import Batch, Batches, Synthetic
 from shoal.data.store import TokenStore
-from shoal.build import DTYPES
 from shoal.engine import Engine
 from shoal.layout import Layout
 from shoal.local import LocalParameter, lay_out, materialise

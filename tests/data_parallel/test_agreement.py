@@ -15,7 +15,7 @@ from shoal.train.pool import Pool
 STEPS, MICRO_BATCHES = 3, 2
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in KINDS},
-    **{f"{kind} small buckets from first": (kind, {"cap_bytes": 400, "from_first": True}) for kind in KINDS},
+    **{f"{kind} small buckets": (kind, {"cap_bytes": 400}) for kind in KINDS},
     **{f"{kind}/2": (kind, {"size": 2}) for kind in KINDS[1:]},
     "zero3 resident": ("zero3", {"resident": True}),
 }
@@ -28,9 +28,9 @@ def batches(step: int, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def train(world: World, kind: str, options: dict[str, Any], fails: str = "") -> Steps:
-    """What this rank has after each step, and the norm. Without ``from_first`` all ranks begin alike. Before the last
+    """What this rank has after each step, and the norm. All ranks begin alike. Before the last
     step, another may fail half-way."""
-    replica = Replica(world, odd_model(world.rank if options.get("from_first") else 0), kind, **options)
+    replica = Replica(world, odd_model(0), kind, **options)
     results = []
     for step in range(STEPS):
         with poisoned(replica.sync):

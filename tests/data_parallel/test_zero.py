@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from replicas import Found, assembled, by_hand, found, make
+from replicas import by_hand, make
 
 from shoal.comm.world import World
 from shoal.data_parallel.flat import is_open
@@ -151,25 +151,3 @@ def test_parameters_are_whole_while_they_are_used_and_the_next_are_fetched_meanw
     between the passes of a micro-batch, the first between micro-batches."""
     for results in pool.run(watch, uses, resident, ranks=2, timeout_s=20):
         assert results == CASES[uses, resident]
-
-
-def part_ways(world: World) -> list[Found]:
-    """On rank 1 the backward pass reaches only the last unit, as where the loss depends on nothing before it: the
-    others are done without being entered. Then both go on."""
-    watched = Watched(world, "own", resident=False)
-    watched.sync.begin()
-    watched.forward()
-    watched.backward(final=False, stop=3 * world.rank)
-    watched.forward()
-    watched.backward(final=True, stop=3 * world.rank)
-    watched.end()
-    watched.forward()
-    watched.sync.release()
-    return found(watched.sync.weights())
-
-
-@pytest.mark.xfail(strict=True, reason="who does not enter a unit does not gather it: messages pair up wrongly")
-def test_ranks_of_which_some_do_not_reach_all_units_gather_alike(pool: Pool) -> None:
-    full = assembled(pool.run(part_ways, ranks=2, timeout_s=2))
-    for (_, name), weight in full.items():
-        assert torch.equal(weight, torch.arange(9.0).view(3, 3).double() + 10 * int(name[-1]))

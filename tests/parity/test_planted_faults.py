@@ -6,25 +6,33 @@ the one process it is compared with stays right.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
+from torch import Tensor
 from typer.testing import CliRunner
 
 from shoal import engine as engine_module
 from shoal.cli import app
-from shoal.comm.collectives import Pending, all_reduce, start_all_reduce
+from shoal.comm.collectives import Pending, all_reduce, start_all_reduce, start_reduce_scatter
 from shoal.config import load
-from shoal.data_parallel import allreduce
+from shoal.data_parallel import sync as sync_module
+from shoal.data_parallel import zero as zero_module
 from shoal.data_parallel.allreduce import AllReduce
+from shoal.data_parallel.sync import Main, Sync
 from shoal.engine import Engine
 from shoal.layout import Layout
 from shoal.model import decoder as decoder_module
 from shoal.model.dropout import Noise
+from shoal.optim.clip import squared_norm
+from shoal.pipeline.mail import Mail
+from shoal.placement import Rule
+from shoal.tensor.one_d import OneD
 from shoal.train import verify as verify_module
 from shoal.train.pool import Pool
 from shoal.train.verify import Report, verify
@@ -38,6 +46,9 @@ def on_rank(rank: int) -> bool:
     return dist.is_initialized() and dist.get_rank() == rank
 
 
+# ---- replicas
+
+
 def local_token_count(patch: pytest.MonkeyPatch) -> None:
     def start(tensor: Any, group: Any, purpose: str, *rest: Any) -> Pending:
         return Pending(None) if purpose == "weight" else start_all_reduce(tensor, group, purpose, *rest)
@@ -48,23 +59,24 @@ def local_token_count(patch: pytest.MonkeyPatch) -> None:
 def reduced_twice(patch: pytest.MonkeyPatch) -> None:
     send = AllReduce._send
 
-    def twice(self: AllReduce) -> None:
-        send(self)
-        if self._sent == 1:
-            for pending in self._pending[0][1]:
-                pending.wait()
-            all_reduce(*self._ranges[0][0], "gradients")
+    def twice(self: AllReduce, number: int) -> None:
+        send(self, number)
+        for pending in self._pending[-1][1]:
+            pending.wait()
+        flat = self.flats[number]
+        for start, stop, division in flat.bucket.own_ranges():
+            all_reduce(flat.own_grads[start:stop], self._mesh.group(division.cross), "gradients")
 
     patch.setattr(AllReduce, "_send", twice)
 
 
 def never_reduced(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(allreduce, "start_all_reduce", lambda *_: Pending(None))
+    patch.setattr(sync_module, "start_all_reduce", lambda *_: Pending(None))
 
 
 def norm_counted_twice(patch: pytest.MonkeyPatch) -> None:
-    right = engine_module.global_norm
-    patch.setattr(engine_module, "global_norm", lambda parts, everyone: 2**0.5 * right(parts, everyone))
+    right = sync_module.global_norm
+    patch.setattr(sync_module, "global_norm", lambda squares, group: 2**0.5 * right(squares, group))
 
 
 def stale_weights(patch: pytest.MonkeyPatch) -> None:
@@ -83,24 +95,17 @@ def mask_on_one_rank_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def micro_batch_forgotten(patch: pytest.MonkeyPatch) -> None:
-    done = AllReduce.unit_done
-    first: dict[str, torch.Tensor] = {}
+    add = Main.add_product
 
-    def first_only(self: AllReduce, unit: int, final: bool) -> None:
-        for main in self._of_unit[unit]:
-            if main.held.name == "blocks.2.ffn.down.weight":
-                if main.held.name in self._entered:
-                    main.gradient.copy_(first["only"])
-                else:
-                    assert main.held.parameter.grad is not None
-                    first["only"] = main.held.parameter.grad.clone()
-        done(self, unit, final)
+    def first_only(self: Main, left: Tensor, right: Tensor) -> None:
+        if not (self.held.name == "blocks.2.ffn.down.weight" and self.entered):
+            add(self, left, right)
 
-    patch.setattr(AllReduce, "unit_done", first_only)
+    patch.setattr(Main, "add_product", first_only)
 
 
 def dropout_by_local_number(patch: pytest.MonkeyPatch) -> None:
-    def of(seed: int, step: int, sample: torch.Tensor, length: int) -> Noise:
+    def of(seed: int, step: int, sample: Tensor, length: int) -> Noise:
         return Noise.of(seed, step, sample - sample[0] if dist.is_initialized() else sample, length)
 
     patch.setattr(decoder_module, "Noise", type("Local", (), {"of": staticmethod(of)}))
@@ -113,29 +118,182 @@ def box_held_by_nobody(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-FAULTS: list[tuple[Patch, str]] = [
-    (local_token_count, "loss differs"),
-    (reduced_twice, "gradient head.out.weight differs"),
-    (never_reduced, "gradient embed.table.weight is not the same on rank 1"),
-    (norm_counted_twice, "grad_norm differs"),
-    (stale_weights, "weight embed.table.weight is not the same on rank 1"),
-    (mask_on_one_rank_only, "loss differs"),
-    (micro_batch_forgotten, "gradient blocks.2.ffn.down.weight differs"),
-    (dropout_by_local_number, "gradient embed.table.weight differs"),
-    (box_held_by_nobody, "gradient head.norm.weight differs by nan (relative): some of it is held by no rank"),
+# ---- ZeRO
+
+
+def part_of_another_rank(patch: pytest.MonkeyPatch) -> None:
+    def scatter(out: Tensor, tensor: Tensor, group: Any, purpose: str) -> Pending:
+        return start_reduce_scatter(out, tensor.roll(out.numel()), group, purpose)
+
+    patch.setattr(zero_module, "start_reduce_scatter", scatter)
+
+
+def parameters_not_gathered_again(patch: pytest.MonkeyPatch) -> None:
+    """Nothing lets go of them, so nothing fetches the updated ones."""
+    patch.setattr(zero_module, "close", lambda flat: None)
+
+
+# ---- tensor parallelism
+
+
+def copies_counted_as_parts(patch: pytest.MonkeyPatch) -> None:
+    """In the norm, every rank's share whole."""
+
+    def add(self: Sync, number: int) -> None:
+        self._squares += squared_norm(self.flats[number].own_grads)
+
+    patch.setattr(Sync, "_add_squares", add)
+
+
+def only_replicas_counted_as_copies(patch: pytest.MonkeyPatch) -> None:
+    """In the norm, what tensor-parallel ranks both have counts twice."""
+
+    def add(self: Sync, number: int) -> None:
+        flat = self.flats[number]
+        for start, stop, division in flat.bucket.own_ranges():
+            self._squares += squared_norm(flat.own_grads[start:stop]) / len(division.cross)
+
+    patch.setattr(Sync, "_add_squares", add)
+
+
+def sequence_norms_not_summed(patch: pytest.MonkeyPatch) -> None:
+    whole = OneD._whole
+
+    def as_if_repeated(self: OneD, *tensor: Any) -> Rule:
+        return whole(OneD(self.size), *tensor)
+
+    patch.setattr(OneD, "_whole", as_if_repeated)
+
+
+def key_value_replicas_not_summed(patch: pytest.MonkeyPatch) -> None:
+    not_summed(patch, lambda axis: axis == "tp")
+
+
+# ---- pipelines
+
+
+def tied_embedding_not_exchanged(patch: pytest.MonkeyPatch) -> None:
+    not_summed(patch, lambda axis: "pp" in axis)
+
+
+def not_summed(patch: pytest.MonkeyPatch, over: Callable[[str], bool]) -> None:
+    def start(tensor: Tensor, group: Any, purpose: str) -> Pending:
+        return Pending(None) if over(group.axis) else start_all_reduce(tensor, group, purpose)
+
+    patch.setattr(sync_module, "start_all_reduce", start)
+
+
+def gradient_of_another_micro_batch(patch: pytest.MonkeyPatch) -> None:
+    delay(patch, "take_gradient", lambda gradient: gradient.clone())
+
+
+def activation_of_the_micro_batch_before(patch: pytest.MonkeyPatch) -> None:
+    delay(patch, "take_activation", lambda arrived: (arrived[0].clone(), arrived[1]))
+
+
+def delay(patch: pytest.MonkeyPatch, take: str, copy: Callable[[Any], Any]) -> None:
+    """Every answer but the first of a step is the one before."""
+    right = getattr(Mail, take)
+
+    def late(self: Mail, *place: Any) -> Any:
+        found = right(self, *place)
+        before, self.before = getattr(self, "before", copy(found)), copy(found)
+        return before
+
+    patch.setattr(Mail, take, late)
+
+
+# ---- what verify says
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Plants it; a layout that it spoils; what verify says of it, after how many steps; which gradients alone it names,
+    where the others are right; and what of the run file must be otherwise."""
+
+    plant: Patch
+    layout: str
+    named: str
+    steps: int = 1
+    guilty: str = ""
+    settings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.plant.__name__} {self.layout}"
+
+
+TIED, SHARED_HEADS = ("model.tied=true",), ("model.heads=4", "model.kv_heads=2")
+FAULTS = [
+    Fault(local_token_count, "dp=2,mb=2", "loss differs"),
+    Fault(reduced_twice, "dp=2,mb=2", "gradient head.out.weight differs"),
+    Fault(never_reduced, "dp=2,mb=2", "gradient embed.table.weight is not the same on rank 1"),
+    Fault(norm_counted_twice, "dp=2,mb=2", "grad_norm differs", guilty="none"),
+    Fault(stale_weights, "dp=2,mb=2", "weight embed.table.weight is not the same on rank 1", steps=4),
+    Fault(mask_on_one_rank_only, "dp=2,mb=2", "loss differs"),
+    Fault(micro_batch_forgotten, "dp=2,mb=2", "gradient blocks.2.ffn.down.weight", guilty="blocks.2.ffn.down"),
+    Fault(dropout_by_local_number, "dp=2,mb=2", "gradient embed.table.weight differs"),
+    Fault(
+        box_held_by_nobody,
+        "dp=2,mb=2",
+        "gradient head.norm.weight differs by nan (relative): some of it is held by no rank",
+        guilty="head.norm",
+    ),
+    Fault(part_of_another_rank, "dp=2,zero=2", "gradient head.out.weight differs"),
+    Fault(parameters_not_gathered_again, "dp=2,zero=3", "gradient blocks.0.attn.q.weight differs", steps=2),
+    Fault(copies_counted_as_parts, "tp=2", "grad_norm differs", guilty="none"),
+    Fault(copies_counted_as_parts, "dp=2,tp=2", "grad_norm differs", guilty="none"),
+    Fault(only_replicas_counted_as_copies, "tp=2", "grad_norm differs", guilty="none"),
+    Fault(only_replicas_counted_as_copies, "dp=2,tp=2", "grad_norm differs", guilty="none"),
+    Fault(
+        sequence_norms_not_summed,
+        "tp=2:1d-sp",
+        "gradient blocks.1.ffn_norm.weight is not the same on rank 1",
+        guilty="norm",
+    ),
+    Fault(
+        key_value_replicas_not_summed,
+        "tp=4",
+        "gradient blocks.0.attn.k.weight is not the same on rank 1",
+        guilty="attn.[kv]",
+        settings=SHARED_HEADS,
+    ),
+    *(
+        Fault(
+            tied_embedding_not_exchanged,
+            layout,
+            f"gradient embed.table.weight is not the same on rank {rank}",
+            guilty="embed.table",
+            settings=TIED,
+        )
+        for layout, rank in (("pp=2,mb=2", 1), ("dp=2,pp=2,zero=1", 2))
+    ),
+    Fault(
+        gradient_of_another_micro_batch,
+        "pp=2:gpipe,mb=3",
+        "gradient blocks.0.attn.q.weight",
+        guilty="embed|blocks.[01]",
+    ),
+    Fault(activation_of_the_micro_batch_before, "pp=2:1f1b,mb=3", "loss differs"),
 ]
 
 
-@pytest.mark.parametrize(("plant", "named"), FAULTS, ids=[plant.__name__ for plant, _ in FAULTS])
-def test_a_planted_fault_is_caught_and_named(plant: Patch, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    report = compare()
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_planted_fault_is_caught_and_named(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault.plant(monkeypatch)
+    with Pool(Layout.parse(fault.layout).ranks) as with_it:
+        report = compare(fault.layout, fault.settings, with_it, fault.steps)
     assert not report.agree
-    assert any(fault.startswith(named) for fault in report.faults), report.faults
+    assert any(said.startswith(fault.named) for said in report.faults), report.faults
+    gradients = [said for said in report.faults if said.startswith("gradient ")]
+    assert all(re.search(fault.guilty, said) for said in gradients), gradients
 
 
-def test_without_a_fault_the_same_comparison_agrees() -> None:
-    assert compare().agree
+@pytest.mark.parametrize(
+    ("line", "settings"), sorted({(fault.layout, fault.settings) for fault in FAULTS}), ids=lambda value: str(value)
+)
+def test_without_a_fault_the_same_comparison_agrees(line: str, settings: tuple[str, ...], pool: Pool) -> None:
+    report = compare(line, settings, pool, steps=4)
+    assert report.agree, report.faults
 
 
 def test_a_layout_that_disagrees_exits_with_one_and_names_the_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +303,6 @@ def test_a_layout_that_disagrees_exits_with_one_and_names_the_parameter(monkeypa
     assert "head.out.weight" in outcome.output
 
 
-def compare() -> Report:
-    with Pool(2) as pool:
-        return verify(load(RUN), Layout.parse("dp=2,mb=2,dtype=float64"), pool, steps=4)
+def compare(line: str, settings: tuple[str, ...], pool: Pool, steps: int) -> Report:
+    config = load(RUN, ("model.layers=3", "data.seq_len=16", *settings))
+    return verify(config, Layout.parse(f"{line},dtype=float64"), pool, steps)

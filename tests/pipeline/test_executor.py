@@ -140,6 +140,7 @@ def test_a_layer_that_does_nothing_disturbs_no_other() -> None:
     last_first = [
         (3, "back"),
         (3, "complete"),
+        (2, "back"),
         (2, "complete"),
         (1, "back"),
         (1, "complete"),

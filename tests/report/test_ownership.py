@@ -1,0 +1,205 @@
+"""Who holds what, beside what engines on real ranks hold."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import config
+from shoal.build import stages_of
+from shoal.comm.world import World
+from shoal.config import Config
+from shoal.layout import Layout
+from shoal.mesh import Grid
+from shoal.pipeline.stages import cut
+from shoal.placement import Box
+from shoal.report.example import example
+from shoal.report.ownership import MANY, Ownership, ownership, shown
+from shoal.train.pool import Pool
+from shoal.train.setup import fit, make_engine, make_model
+
+UNEVEN = {"layers": 3, "hidden": 24, "heads": 4, "kv_heads": 2, "ffn": 13, "vocab": 31}
+TIED = {**UNEVEN, "tied": True}
+
+LAYOUTS = [
+    "dp=2", "dp=4,zero=1", "dp=3,zero=2", "dp=4,zero=3", "dp=4,zero=2/2", "dp=4,zero=3/2", "tp=4", "tp=4:1d-sp",
+    "dp=2,tp=2:1d-sp,zero=1", "dp=2,tp=2,zero=3", "pp=3,mb=3", "pp=2,tp=2,mb=2", "pp=2:gpipe,dp=2,zero=2,mb=2",
+    "pp=2,dp=2,zero=3,mb=2", "pp=2{layers=1/2},tp=2:1d-sp",
+]  # fmt: skip
+LARGE = [
+    "dp=64,zero=3",
+    "dp=8,tp=8:1d-sp,zero=1",
+    "dp=4,tp=4,pp=4,zero=3,mb=4",
+    "tp=8,pp=8,mb=8",
+    "dp=32,pp=2,zero=2/8",
+]
+
+
+def run_of(layout: Layout, model: dict[str, Any] | None = None) -> Config:
+    given = example(layout)
+    return given if model is None else given.model_copy(update={"model": config.Model(**model)})
+
+
+@cache
+def owned(line: str, tied: bool = False) -> Ownership:
+    layout = Layout.parse(line)
+    run = run_of(layout, TIED if tied else UNEVEN)
+    return ownership(make_model(run, layout), layout)
+
+
+@cache
+def large(line: str) -> Ownership:
+    layout = Layout.parse(line)
+    return ownership(make_model(run_of(layout), layout), layout)
+
+
+Boxes = set[tuple[str, str, Box]]
+
+
+def what_it_has(world: World, line: str, tied: bool) -> Boxes:
+    layout = Layout.parse(line)
+    engine = make_engine(run_of(layout, TIED if tied else UNEVEN), layout, world)
+    return {(one.kind, one.piece.name, one.piece.box) for one in engine.fragments() if one.tensor.numel()}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("line", LAYOUTS)
+def test_it_is_what_the_ranks_of_an_engine_hold(pool: Pool, line: str, tied: bool) -> None:
+    found: list[Boxes] = [set() for _ in range(Layout.parse(line).ranks)]
+    for one in owned(line, tied).held:
+        for kinds, shares in ((("weight",), one.shares), (("exp_avg", "exp_avg_sq"), one.states)):
+            for share in shares:
+                for rank in share.ranks:
+                    found[rank] |= {(kind, one.weight, box) for kind in kinds for box in share.boxes}
+    assert found == pool.run(what_it_has, line, tied, ranks=len(found))
+
+
+@pytest.mark.parametrize("line", LAYOUTS + LARGE)
+def test_a_stage_has_each_element_of_its_tensors_exactly_once(line: str) -> None:
+    """A share is all the ranks with these boxes, so shares never overlap."""
+    everything = large(line) if line in LARGE else owned(line)
+    for one in everything.held:
+        for kind in ("weight", "state"):
+            times = torch.zeros(one.shape, dtype=torch.int32)
+            for share in one.of(kind):
+                assert set(share.ranks) <= set(everything.ranks_of(one.stage))
+                assert share.numel == sum(_at(times, box).numel() for box in share.boxes)
+                for box in share.boxes:
+                    _at(times, box).add_(1)
+            assert times.eq(1).all(), f"{kind} {one.weight} of stage {one.stage}"
+
+
+def _at(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(start, stop) for start, stop in box)]
+
+
+@pytest.mark.parametrize("line", [line for line in LAYOUTS + LARGE if "tp" not in line])
+def test_ranks_divide_a_stage_as_zero_says(line: str) -> None:
+    everything = large(line) if line in LARGE else owned(line)
+    layout = everything.layout
+    group = (layout.zero_group or layout.dp) if layout.zero else 1
+    for stage in range(layout.pp):
+        size = sum(one.numel for one in everything.held if one.stage == stage)
+        # Each bucket is rounded up to a multiple of the ranks that divide it.
+        rounding = group * (len(everything.stages[stage]) if layout.zero == 3 else 1)
+        for rank in everything.ranks_of(stage):
+            weights, states = everything.count(rank, "weight"), everything.count(rank, "state")
+            assert abs(states - size / group) <= rounding * (group > 1)
+            assert weights == (states if layout.zero == 3 else size)
+
+
+def test_a_tied_embedding_is_on_both_ends_of_a_pipeline() -> None:
+    found = [one for one in owned("pp=3,mb=3", tied=True).held if one.weight == "embed.table.weight"]
+    assert [(one.stage, one.unit, one.label, one.shares[0].ranks) for one in found] == [
+        (0, 0, "table", (0,)),
+        (2, 4, "embed.table", (2,)),
+    ]
+    assert owned("pp=3,mb=3", tied=True).elements == owned("pp=3,mb=3").elements - 31 * 24
+
+
+def test_key_value_heads_that_several_ranks_have_are_one_share() -> None:
+    (keys,) = [one for one in owned("tp=4").held if one.weight == "blocks.1.attn.k.weight"]
+    assert [(share.ranks, share.boxes) for share in keys.shares] == [
+        ((0, 1), (((0, 6), (0, 24)),)),
+        ((2, 3), (((6, 12), (0, 24)),)),
+    ]
+
+
+@pytest.mark.parametrize("line", ["pp=2,mb=2", "pp=3,mb=3", "pp=2,tp=2,mb=2"])
+def test_costs_are_those_that_stages_balance(line: str) -> None:
+    everything, layout = owned(line), Layout.parse(line)
+    model = make_model(run_of(layout, UNEVEN), layout)
+    assert cut(everything.costs, layout.pp) == everything.stages == stages_of(layout, model.layers(), model.roles)
+    assert everything.costs[0] == 0
+    assert sum(everything.cost_share(stage) for stage in range(layout.pp)) == pytest.approx(1)
+    first = sum(everything.costs[unit] for unit in everything.stages[0])
+    assert everything.cost_share(0) == pytest.approx(first / (everything.elements - 31 * 24))
+
+
+def test_layers_that_are_held_alike_are_one_section() -> None:
+    everything = owned("dp=4,zero=1")
+    assert [section.units for section in everything.sections(0, "weight")] == [(0,), (1, 2, 3), (4,)]
+    states = everything.sections(0, "state")
+    assert sum((section.units for section in states), ()) == tuple(range(5))
+    assert len(states) > 3, "a bucket of several layers is divided somewhere in one of them"
+    assert [one.label for one in states[1].held] == [
+        "attn_norm", "attn.q", "attn.k", "attn.v", "attn.out", "ffn_norm", "ffn.gate", "ffn.up", "ffn.down",
+    ]  # fmt: skip
+
+
+def test_a_section_knows_who_has_all_of_it() -> None:
+    embed, blocks, head = owned("dp=2").sections(0, "weight")
+    assert embed.alone("weight") == blocks.alone("weight") == head.alone("state") == (0, 1)
+    assert [section.alone("weight") for section in owned("dp=4,zero=3").sections(0, "weight")] == [None] * 3
+    layout = Layout.parse("dp=80,zero=3")
+    part = ownership(make_model(run_of(layout), layout), layout, shown(layout))
+    assert [section.alone("state") for section in part.sections(0, "state")] == [None] * 3
+
+
+def test_of_many_ranks_the_first_replica_is_shown_and_holds_what_it_holds_among_all() -> None:
+    assert shown(Layout.parse("dp=16,tp=4")) == tuple(range(MANY))
+    layout = Layout.parse("pp=2,dp=9,tp=4,zero=3,mb=2")
+    assert shown(layout) == (0, 1, 2, 3, 36, 37, 38, 39)
+    model = make_model(run_of(layout), layout)
+    part, everything = ownership(model, layout, shown(layout)), ownership(model, layout)
+    assert part.is_part
+    assert not everything.is_part
+    assert (part.replicas, part.elements) == (9, everything.elements)
+    for some, full in zip(part.held, everything.held, strict=True):
+        restricted = [
+            (ranks, share.boxes)
+            for share in full.shares
+            if (ranks := tuple(rank for rank in share.ranks if rank in part.ranks))
+        ]
+        assert [(share.ranks, share.boxes) for share in some.shares] == restricted
+
+
+def test_json_has_every_box() -> None:
+    boxes = owned("dp=2,tp=2,zero=3").as_json()
+    assert all(set(one) == {"weight", "shape", "kind", "box", "ranks", "stage"} for one in boxes)
+    covered = dict.fromkeys(("weight", "state"), 0)
+    for one in boxes:
+        covered[one["kind"]] += prod(stop - start for start, stop in one["box"])
+    assert covered["weight"] == covered["state"] == owned("dp=2,tp=2,zero=3").elements
+
+
+def test_a_model_of_any_size_takes_no_memory() -> None:
+    layout = fit(run_of(Layout.parse("tp=8,pp=2,mb=2")), Layout.parse("tp=8,pp=2,mb=2"), 16)
+    huge = {"layers": 4, "hidden": 16384, "heads": 128, "kv_heads": 8, "ffn": 53248, "vocab": 128256}
+    model = make_model(run_of(layout, huge), layout)
+    found = ownership(model, layout)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert found.elements == sum(parameter.numel() for parameter in model.parameters()) > 16e9
+    assert max(found.count(rank, "weight") for rank in range(16)) < found.elements / 8
+
+
+def test_ranks_are_those_of_the_grid() -> None:
+    everything = large("dp=4,tp=4,pp=4,zero=3,mb=4")
+    assert everything.grid == Grid((("pp", 4), ("dp", 4), ("cp", 1), ("tp", 4)))
+    assert [everything.ranks_of(stage) for stage in range(4)] == [
+        tuple(range(16 * stage, 16 * stage + 16)) for stage in range(4)
+    ]

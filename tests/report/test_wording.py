@@ -1,0 +1,135 @@
+"""Layouts in words: what they say a step costs is what ledgers of real ranks count."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from shoal import config
+from shoal.comm.world import World
+from shoal.layout import Layout
+from shoal.report.example import example
+from shoal.report.ownership import Section, Share
+from shoal.report.wording import few, keeps, meaning, ranks_text, section_text, share_text, units_text
+from shoal.train.pool import Pool
+from shoal.train.setup import make_engine, open_data
+
+SIZES = {"layers": 3, "hidden": 16, "heads": 4, "ffn": 16, "vocab": 32}
+
+
+def words_of_a_step(world: World, line: str, layers: int) -> tuple[float, float, float]:
+    """Words received: for gradients and parameters, for tensor parallelism; and the parameters of a rank."""
+    layout = Layout.parse(line)
+    given = example(layout)
+    run = given.model_copy(update={"model": config.Model(**{**SIZES, "layers": layers})})
+    engine = make_engine(run, layout, world)
+    size = sum(one.placement.pieces[0].numel * len(one.placement.pieces) for one in engine._sync.held)
+    world.ledger.clear()
+    engine.step(open_data(run).batch(0, engine.mesh.coords["dp"], layout.dp))
+    ledger = world.ledger
+    return ledger.words(purpose="gradients") + ledger.words(purpose="parameters"), ledger.words(purpose="tensor"), size
+
+
+def told(line: str, key: str) -> float:
+    """The number at the end of what ``key`` is said to cost."""
+    (cost,) = [cost for name, _, cost in meaning(Layout.parse(line)) if name.startswith(f"{key}=")]
+    return float(cost.split()[-1])
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ("dp=4", "dp"), ("dp=3,mb=2", "dp"), ("dp=4,zero=1", "zero"), ("dp=4,zero=2,mb=2", "zero"),
+        ("dp=4,zero=1/2", "zero"), ("dp=4,zero=3", "zero"), ("dp=4,zero=3/2,mb=2", "zero"),
+        ("dp=2,pp=2,zero=3,mb=2", "zero"),
+    ],
+)  # fmt: skip
+def test_replicas_receive_the_words_that_are_told(pool: Pool, line: str, key: str) -> None:
+    for words, _, size in pool.run(words_of_a_step, line, SIZES["layers"], ranks=Layout.parse(line).ranks):
+        if "zero=3" in line and "pp" not in line:
+            assert 0.6 * told(line, key) * size < words <= told(line, key) * size
+        else:
+            assert words == pytest.approx(told(line, key) * size, rel=5e-3)  # three digits are told
+
+
+@pytest.mark.parametrize("line", ["tp=4", "tp=2:1d-sp", "tp=4:1d-sp,mb=2"])
+def test_a_block_receives_the_words_that_are_told(pool: Pool, line: str) -> None:
+    layout = Layout.parse(line)
+    longer, shorter = (
+        [words for _, words, _ in pool.run(words_of_a_step, line, layers, ranks=layout.tp)] for layers in (3, 2)
+    )
+    activations = example(layout).data.batch * example(layout).data.seq_len * SIZES["hidden"]
+    for more, fewer in zip(longer, shorter, strict=True):
+        assert more - fewer == pytest.approx(told(line, "tp") * activations, rel=1e-3)
+
+
+def test_each_part_of_a_layout_is_told_with_its_size() -> None:
+    keys = [key for key, _, _ in meaning(Layout.parse("dp=2,tp=2:1d-sp,pp=2:gpipe,zero=3,mb=4,recompute=full"))]
+    assert keys == ["pp=2", "dp=2", "tp=2:1d-sp", "zero=3", "mb=4", "recompute=full"]
+    assert [key for key, _, _ in meaning(Layout())] == ["dp=1"]
+    assert [key for key, _, _ in meaning(Layout(mb=2))] == ["mb=2"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("pp=2,mb=4", "1f1b: stage s keeps the activations of at most 2 − s micro-batches; .* = 20% of a step"),
+        ("pp=3:gpipe,mb=3", "gpipe: a stage keeps the activations of all 3 micro-batches; .* = 40% of a step"),
+        ("dp=4,zero=1/2", "optimizer states are divided by 2, in groups of 2 replicas"),
+        ("tp=4:1d-sp", "cut in 4: .*1/4 of the positions"),
+        ("pp=2,recompute=full{stages=0}", "of each layer in stage 0 only the input is kept"),
+        ("recompute=selective", "attention's inner activations are not kept"),
+    ],
+)
+def test_what_a_layout_means(line: str, words: str) -> None:
+    text = "\n".join(f"{what}\n{cost}" for _, what, cost in meaning(Layout.parse(line)))
+    assert re.search(words, text), text
+
+
+def test_what_lies_alike() -> None:
+    assert keeps(Layout()) == keeps(Layout(dp=2, zero=3)) == ("weights, gradients, optimizer states",)
+    assert keeps(Layout(dp=2, zero=1)) == ("weights, gradients", "optimizer states")
+    assert keeps(Layout(dp=2, zero=2)) == ("weights", "gradients, optimizer states")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ((3,), "3"), ((0, 1, 2), "0–2"), ((0, 4), "0, 4"), ((0, 1, 4, 5), "0–1, 4–5"),
+        (tuple(range(0, 64, 4)), "0, 4 … 60"),
+    ],
+)  # fmt: skip
+def test_ranks_in_few_words(ranks: tuple[int, ...], text: str) -> None:
+    assert ranks_text(ranks) == text
+
+
+def test_layers_in_few_words() -> None:
+    names = ["embed", *(f"blocks.{n}" for n in range(12)), "head"]
+    assert units_text(names) == "embed, blocks 0–11, head"
+    assert units_text(names[5:6]) == "blocks.4"
+    assert section_text(Section((2, 3), ()), names) == "each of blocks 1–2"
+    assert section_text(Section((0,), ()), names) == "embed"
+
+
+@pytest.mark.parametrize(
+    ("boxes", "shape", "text"),
+    [
+        ((((0, 8), (0, 4)),), (8, 4), "whole"),
+        ((((2, 6), (0, 4)),), (8, 4), "rows 2–5"),
+        ((((0, 8), (1, 2)),), (8, 4), "column 1"),
+        ((((7, 8), (1, 4)),), (8, 4), "row 7, columns 1–3"),
+        ((((1, 2), (2, 4)), ((2, 5), (0, 4)), ((5, 6), (0, 1))), (8, 4), "rows 1–5 in part"),
+        ((((0, 7), (0, 4)), ((7, 8), (0, 1))), (8, 4), "all rows in part"),
+        ((((1_000, 3_000),),), (4_096,), "elements 1,000–2,999"),
+    ],
+)
+def test_a_share_in_few_words(
+    boxes: tuple[tuple[tuple[int, int], ...], ...], shape: tuple[int, ...], text: str
+) -> None:
+    assert share_text(Share((0,), boxes), shape) == text
+
+
+def test_few_keeps_the_ends() -> None:
+    assert few("abc", 3) == ["a", "b", "c"]
+    assert few("abcdef", 3) == ["a", "b", "f"]
