@@ -40,16 +40,9 @@ DTYPES = {
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
-def stages_of(layout: Layout, layers: Sequence[tuple[str, nn.Module]], roles: RoleTable) -> tuple[range, ...]:
-    """``pp``: the units of each pipeline stage.
-
-    A layer costs what its matrices do; looking up an embedding is next to nothing. Where no role tells the ends of the
-    model from its blocks, every layer is a block. Raises :class:`LayoutError` where there are more stages than layers.
-    """
-    if layout.stages > len(layers):
-        problem = f"{layout.stages} stages are more than the model's {len(layers)} layers"
-        raise LayoutError(setting("layout.pp", layout.pp, problem, "use pp=1"))
-    costs = [
+def costs_of(layers: Sequence[tuple[str, nn.Module]], roles: RoleTable) -> list[int]:
+    """What stages are balanced by: how many elements a layer computes with. An embedding is only looked up."""
+    return [
         sum(
             parameter.numel()
             for owner, module in layer.named_modules()
@@ -58,6 +51,18 @@ def stages_of(layout: Layout, layers: Sequence[tuple[str, nn.Module]], roles: Ro
         )
         for name, layer in layers
     ]
+
+
+def stages_of(layout: Layout, layers: Sequence[tuple[str, nn.Module]], roles: RoleTable) -> tuple[range, ...]:
+    """``pp``: the units of each pipeline stage.
+
+    Where no role tells the ends of the model from its blocks, every layer is a block. Raises :class:`LayoutError` where
+    there are more stages than layers.
+    """
+    if layout.stages > len(layers):
+        problem = f"{layout.stages} stages are more than the model's {len(layers)} layers"
+        raise LayoutError(setting("layout.pp", layout.pp, problem, "use pp=1"))
+    costs = costs_of(layers, roles)
     if roles:
         stages = cut(costs, layout.stages, layout.stage_layers)
     else:

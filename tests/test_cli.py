@@ -15,7 +15,7 @@ from shoal import config as configuration
 from shoal.data.tokenize import byte_tokenizer
 from shoal.train import verify as verification
 
-COMMANDS = ("train", "verify", "data", "generate", "inspect")
+COMMANDS = ("train", "verify", "layout", "data", "generate", "inspect")
 SHORT = sets(run__steps=3, checkpoint__every=2, evaluation__every=2, log__tensorboard="true")
 
 
@@ -172,6 +172,50 @@ def test_verify_exits_with_1_when_a_layout_disagrees(
         assert "dp=2,dtype=float64 disagrees with one process:" in result.out
         assert "loss differs by" in result.out
         assert "more" in result.out.splitlines()[-1]
+
+
+# layout
+
+
+def test_layout_tells_a_person_who_holds_what(shoal: Shoal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = shoal("layout", "dp=2,tp=2:1d-sp,pp=2:1f1b,zero=3,mb=4", "--picture")
+    assert (result.code, result.err) == (0, "")
+    for words in (
+        "dp=2,tp=2:1d-sp,pp=2,zero=3,mb=4 on 8 ranks",
+        "which rank sits where",
+        "stage 1 on ranks 4–7: blocks 4–7, head, 54% of the cost",
+        "0: rows 0–31 · 1: rows 32–63",
+        "picture: out/layout-dp2-tp2-1d-sp-pp2-zero3-mb4.svg",
+    ):
+        assert words in result.out
+    drawn = (tmp_path / "out" / "layout-dp2-tp2-1d-sp-pp2-zero3-mb4.svg").read_text(encoding="utf-8")
+    assert drawn.startswith("<svg ")
+    assert "--picture draws it" in shoal("layout", "dp=-1").out
+
+
+def test_layout_tells_a_script_every_box(shoal: Shoal, file: Path, tmp_path: Path) -> None:
+    result = shoal("layout", "pp=3,tp=2,mb=2", tmp_path / "a.svg", "--run", file, "--json")
+    assert (result.code, result.err) == (0, "")
+    boxes = json.loads(result.out)
+    assert all(set(one) == {"weight", "shape", "kind", "box", "ranks", "stage"} for one in boxes)
+    assert {"weight": "embed.table.weight", "shape": [259, 48], "kind": "weight", "box": [[0, 130], [0, 48]],
+            "ranks": [0], "stage": 0} in boxes  # fmt: skip
+    assert {rank for one in boxes for rank in one["ranks"]} == set(range(6))
+    assert (tmp_path / "a.svg").exists()
+    many = json.loads(shoal("layout", "dp=70", "--json").out)
+    assert many[0]["ranks"] == list(range(70)), "scripts are told all"
+
+
+def test_layout_refuses_what_does_not_fit_the_model_or_the_batch(shoal: Shoal, file: Path, tmp_path: Path) -> None:
+    refused(shoal("layout", "tp=16"), "layout.tp = 16: 8 attention heads", "use tp=8", "name yours with --run RUN.toml")
+    result = shoal("layout", "dp=5", "--run", file)
+    refused(result, "layout.dp = 5: a global batch of 24")
+    assert "--run" not in result.err
+    refused(shoal("layout", "tp=4:2d"), "layout.tp = 4:2d: tensor parallelism 2d is not built yet")
+    refused(shoal("layout", "zero=9"), "layout.zero = 9")
+    refused(shoal("layout", "dp=2", "tp=2"), "FILE.svg = tp=2: is not the name of an SVG file")
+    refused(shoal("layout", "dp=2", "--run", tmp_path / "none.toml"), "there is no such file")
 
 
 # data, generate, inspect

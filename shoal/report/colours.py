@@ -13,8 +13,8 @@ _BLUE = 255
 
 class Colours:
     """The colour of what a set of ranks holds: a hue for each place on the tensor axis, lighter or darker by replica
-    where replicas divide it, and grey for what every rank of a stage holds. Without tensor parallelism replicas have
-    the hues, and where they divide nothing, stages have."""
+    where replicas divide it; grey for all places. Without tensor parallelism replicas have the hues, and where they
+    divide nothing, stages have."""
 
     def __init__(self, owned: Ownership) -> None:
         layout = owned.layout
@@ -40,12 +40,13 @@ class Colours:
 
     def key(self) -> str:
         """What the colours say."""
-        grey = "; grey: every rank" + " of a stage" * (self._stages > 1)
         if self._tensor == self._replicas == 1:
             return "a colour for each stage" if self._stages > 1 else ""
         if self._tensor == 1:
-            return f"a colour for each of the {self._replicas} replicas that divide it" + grey
-        return "a colour for each place on tp" + ", lighter to darker by replica" * (self._replicas > 1) + grey
+            return f"a colour for each of the {self._replicas} replicas that divide, grey for all of them"
+        return "a colour for each place on tp, grey for all of them" + (
+            ", lighter to darker by replica" if self._replicas > 1 else ""
+        )
 
     def _replica(self, place: dict[str, int]) -> int:
         return (place["dp"] * dict(self._grid.axes)["cp"] + place["cp"]) % self._replicas

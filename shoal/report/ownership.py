@@ -17,12 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shoal.build import interpreter_of, stages_of
+from shoal.build import costs_of, interpreter_of, stages_of
 from shoal.data_parallel.buckets import BUCKET_BYTES, build_buckets
 from shoal.layout import Layout
 from shoal.local import LocalParameter, lay_out
 from shoal.mesh import Grid
-from shoal.model.roles import RoleTable, role_of
 from shoal.model.task import Task
 from shoal.placement import Box, Fragment, divide
 
@@ -41,9 +40,6 @@ class Share:
     @property
     def numel(self) -> int:
         return sum(prod(stop - start for start, stop in box) for box in self.boxes)
-
-
-_NOTHING = Share((), ())
 
 
 @dataclass(frozen=True)
@@ -80,9 +76,9 @@ class Section:
 
     def alone(self, kind: Kind) -> tuple[int, ...] | None:
         """The ranks that have everything, where the same ones have the whole of each tensor."""
-        everyone = {share.ranks for one in self.held for share in one.of(kind)}
-        whole = all(share.numel == one.numel for one in self.held for share in one.of(kind)[:1] or (_NOTHING,))
-        return everyone.pop() if whole and len(everyone) == 1 else None
+        whole = all([share.numel for share in one.of(kind)] == [one.numel] for one in self.held)
+        holders = {one.of(kind)[0].ranks for one in self.held} if whole else set()
+        return holders.pop() if len(holders) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -188,7 +184,7 @@ def ownership(task: Task, layout: Layout, ranks: Sequence[int] | None = None) ->
     names = tuple(name for name, _ in layers)
     everything = [each.as_held(stage, names) for (stage, _), each in found.items()]
     everything.sort(key=lambda one: (one.stage, one.unit))
-    return Ownership(layout, asked, names, _costs(layers, roles), stages, tuple(everything))
+    return Ownership(layout, asked, names, tuple(costs_of(layers, roles)), stages, tuple(everything))
 
 
 class _Found:
@@ -236,16 +232,3 @@ def _fragments(
             yield "state", part
             if layout.zero == 3:
                 yield "weight", part
-
-
-def _costs(layers: Sequence[tuple[str, nn.Module]], roles: RoleTable) -> tuple[int, ...]:
-    """What :func:`shoal.build.stages_of` balances: the elements of each layer, but those that are only looked up."""
-    return tuple(
-        sum(
-            parameter.numel()
-            for owner, module in layer.named_modules()
-            if role_of(roles, f"{name}.{owner}").kind != "embed"
-            for parameter in module.parameters(recurse=False)
-        )
-        for name, layer in layers
-    )

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from shoal.config import Config, load
+from shoal.data.corpus import Corpus
+from shoal.data.tokenize import byte_tokenizer, tokenize
 from shoal.layout import Layout
 from shoal.train.pool import Pool
-from shoal.train.verify import verify
+from shoal.train.verify import run_reference, verify
 
 RUNS = Path(__file__).parents[2] / "runs"
 SGD = ("optimizer.name=sgd", "optimizer.lr=0.1", "optimizer.momentum=0.9", "optimizer.clip=0")
@@ -45,32 +47,28 @@ def test_float32_agrees_to_its_own_precision(pool: Pool) -> None:
     assert 0 < report.max_rel["grad"] < 2e-5
 
 
-def test_documents_kept_apart_agree(pool: Pool, tmp_path: Path) -> None:
-    from shoal.data.corpus import Corpus
-    from shoal.data.tokenize import byte_tokenizer, tokenize
-
-    text = tmp_path / "text.txt"
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token store of many short documents."""
+    folder = tmp_path_factory.mktemp("documents")
+    text = folder / "text.txt"
     text.write_text("\n\n".join("word " * (number % 23 + 1) for number in range(400)))
-    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    tokenize(Corpus.find(text, separator="\n\n"), tmp_path / "tokenizer.json", tmp_path / "store")
-    config = read(
-        "tiny6", "untied", "data.source=tokens", f"data.path={tmp_path / 'store'}", "data.documents=true"
-    )  # fmt: skip
-    report = verify(config, Layout.parse("dp=4,mb=2,dtype=float64"), pool, steps=2)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    tokenize(Corpus.find(text, separator="\n\n"), folder / "tokenizer.json", folder / "store")
+    return folder / "store"
+
+
+@pytest.mark.parametrize("layout", ["dp=4,mb=2", "dp=2,zero=3", "tp=2:1d-sp", "pp=2,mb=2,recompute=full"])
+def test_documents_kept_apart_agree(layout: str, documents: Path, pool: Pool) -> None:
+    """Under other kinds of parallelism too, since the mask is of whole sequences."""
+    config = read("tiny6", "untied", "data.source=tokens", f"data.path={documents}", "data.documents=true")
+    report = verify(config, Layout.parse(f"{layout},dtype=float64"), pool, steps=2)
     assert report.agree, report.faults
 
 
-def test_clipping_acts_in_the_run_files(pool: Pool) -> None:
+@pytest.mark.parametrize("run", ["tiny", "tiny6"])
+def test_clipping_acts_in_the_run_files(run: str, pool: Pool, tmp_path: Path) -> None:
     """Else the comparison would not cover it."""
-    from shoal.train.verify import run_reference
-
-    for run in ("tiny", "tiny6"):
-        config = read(run, "untied")
-        (scalars,) = pool.run(run_reference, config, Layout.parse("dp=1,dtype=float64"), 5, _folder(), ranks=1)
-        assert min(one.grad_norm for one in scalars) > config.optimizer.clip
-
-
-def _folder() -> Path:
-    import tempfile
-
-    return Path(tempfile.mkdtemp())
+    config = read(run, "untied")
+    (scalars,) = pool.run(run_reference, config, Layout.parse("dp=1,dtype=float64"), 5, tmp_path, ranks=1)
+    assert min(one.grad_norm for one in scalars) > config.optimizer.clip

@@ -156,6 +156,7 @@ def test_of_more_than_64_ranks_one_replica_is_drawn() -> None:
     drawn = picture("dp=80,tp=8,zero=3")
     assert "which rank sits where: the first of 80 replicas" in texts(drawn)
     assert any("Hatched: held by other replicas." in text for text in texts(drawn))
+    assert any("Every replica holds the same." in text for text in texts(picture("dp=64,tp=4,pp=2,mb=2")))
     assert not any("first of" in text or "Hatched" in text for text in texts(picture("dp=8,tp=8,zero=3")))
 
 
@@ -205,8 +206,6 @@ def test_of_labels_that_find_no_room_every_other_one_is_left_out() -> None:
     found = [one for one in words(ET.fromstring(canvas.document(900, 900, "a panel"))) if one.text.isdigit()]
     assert [int(one.text) for one in found] == list(range(0, rows, 8))
     assert not any(one.meets(other) for one, other in combinations(found, 2))
-    alone = Panel("it", (8, 8), [Share(tuple(range(0, 640, 2)), (((0, 1), (0, 8)),))], colours, 8)
-    assert alone.width > 84, "what has room for no label keeps one"
 
 
 # ---- colours and letters
@@ -271,3 +270,8 @@ def test_a_file_that_cannot_be_a_picture_is_refused(tmp_path: Path) -> None:
         write_picture(owned("dp=1"), tmp_path / "file" / "a.svg")
     write_picture(owned("dp=1"), tmp_path / "new" / "a.svg")
     assert (tmp_path / "new" / "a.svg").read_text(encoding="utf-8") == layout_picture(owned("dp=1"))
+
+
+def test_the_picture_of_the_documentation_is_what_the_command_draws() -> None:
+    kept = Path(__file__).parents[2] / "docs" / "pictures" / "layout.svg"
+    assert kept.read_text(encoding="utf-8") == layout_picture(owned("dp=2,tp=2:1d-sp,pp=2:1f1b,zero=3,mb=4"))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from torch import Tensor
 from whole_runs import COMMAND, Apart, Ended, Shoal, alive, ended, events, make_store, sets, until, write_run
 
 from shoal import checkpoint
@@ -22,6 +23,7 @@ from shoal.data.batches import Batch
 from shoal.engine import Engine, StepResult
 from shoal.errors import ConfigError
 from shoal.layout import Layout
+from shoal.model.decoder import FeedForward
 from shoal.train.folder import occupy
 from shoal.train.setup import make_engine
 
@@ -112,6 +114,97 @@ def test_a_rank_that_fails_ends_every_rank_and_is_named(
     assert f"The same command goes on from {run / 'step-00000002'}." in result.err
     assert [values["step"] for values in events(run, "step")] == [1, 2, 3]
     assert loads(run) == 2
+
+
+def in_a_pass(fault: Callable[[], object], backward: bool = False) -> Callable[[], None]:
+    """A plant of ``fault`` in a pass of rank 1 through its first feed-forward, or back through its last, in the fourth
+    step."""
+
+    def plant() -> None:
+        step, forward = Engine.step, FeedForward.forward
+        due = False
+
+        def noticing(self: Engine, batch: Batch) -> StepResult:
+            nonlocal due
+            due = self.world.rank == 1 and self.steps_done == 3
+            return step(self, batch)
+
+        def faulty(self: FeedForward, x: Tensor) -> Tensor:
+            if due and not backward:
+                fault()
+            x = forward(self, x)
+            if due and backward:
+                x.register_hook(lambda _: fault())
+            return x
+
+        Engine.step = noticing  # type: ignore[method-assign]
+        FeedForward.forward = faulty  # type: ignore[method-assign]
+
+    return plant
+
+
+IN_PIECES = {"pp=2,mb=2": 1, "tp=2": 0, "dp=2,zero=3": 0}
+"""Layouts in which neither of two ranks can do a step without the other, and the stage of the second."""
+
+
+@pytest.mark.parametrize(("line", "stage"), IN_PIECES.items())
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_rank_that_raises_names_its_stage_and_what_it_did(
+    file: Path, tmp_path: Path, line: str, stage: int, direction: str
+) -> None:
+    plant = in_a_pass(raise_it, backward=direction == "backward")
+    shoal = Apart(["train", file, "--layout", line], tmp_path / "said", plant)
+    with ended([shoal.pid, *(ranks := shoal.ranks())]):
+        result = shoal.end(30)
+        assert not any(map(alive, ranks))
+    assert result.code == 1
+    assert result.err.startswith("error: rank 1 raised:\nTraceback")
+    assert f"ValueError: planted in [rank] 1\nin the {direction} pass of stage {stage}, micro-batch 0\n" in result.err
+    assert result.err.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("line", IN_PIECES)
+def test_a_rank_that_is_killed_in_a_pass_ends_the_others(file: Path, run: Path, tmp_path: Path, line: str) -> None:
+    plant = in_a_pass(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    shoal = Apart(["train", file, "--layout", line, *sets(checkpoint__every=2)], tmp_path / "said", plant)
+    with ended([shoal.pid, *(ranks := shoal.ranks())]):
+        until(lambda: not alive(ranks[1]), 60)
+        result = shoal.end(5)
+        assert not any(map(alive, ranks))
+    assert result.code == 1
+    assert "rank 1 was killed by SIGKILL" in result.err
+    assert loads(run) == 2
+
+
+@pytest.fixture(scope="module", params=IN_PIECES)
+def silent(request: pytest.FixtureRequest, store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Ended]:
+    """A layout, and the end of a run under it whose second rank stopped, with a patience of three seconds."""
+    folder = tmp_path_factory.mktemp("silent")
+    plant = in_a_pass(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    arguments = ["train", write_run(folder, store), "--layout", request.param, *sets(run__timeout=3)]
+    shoal = Apart(arguments, folder / "said", plant)
+    with ended([shoal.pid, *(ranks := shoal.ranks())]):
+        until(lambda: stopped(ranks[1]), 60)
+        result = shoal.end(3 + 5)
+        assert not any(map(alive, ranks))
+    return request.param, result
+
+
+def test_a_rank_that_stops_ends_the_run_when_the_patience_of_the_other_ends(silent: tuple[str, Ended]) -> None:
+    line, result = silent
+    assert result.code == 1
+    assert result.err.startswith("error: rank 0 raised:\nTraceback")
+    assert "Timed out waiting 3000ms" in result.err
+    waiting = "backward" if line.startswith("pp") else "forward"
+    assert f"in the {waiting} pass of stage 0, micro-batch 0\n" in result.err
+
+
+def test_a_rank_that_stops_is_named(silent: tuple[str, Ended], request: pytest.FixtureRequest) -> None:
+    line, result = silent
+    if not line.startswith("pp"):
+        reason = "a collective that times out does not say for which ranks it waited"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    assert "nothing from rank 1 while " in result.err
 
 
 def test_the_traceback_of_the_first_failure_is_the_only_one(file: Path, tmp_path: Path) -> None:
@@ -223,6 +316,11 @@ def test_two_runs_do_not_share_a_folder(file: Path, run: Path, tmp_path: Path) -
     config = configuration.load(file)
     with occupy(config), pytest.raises(ConfigError), occupy(config):
         pass
+
+
+def stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T"
 
 
 def kill_at_a_random_moment(file: Path, run: Path, said: Path, draw: random.Random, saved: int) -> Ended:
