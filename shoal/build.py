@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data_parallel.allreduce import AllReduce
-from shoal.data_parallel.sync import Sync
+from shoal.data_parallel.buckets import BUCKET_BYTES
+from shoal.data_parallel.sync import WHOLE, Sharing, Sync
 from shoal.data_parallel.zero import Zero, ZeroThree
 from shoal.errors import LayoutError, setting
 from shoal.layout import Layout
@@ -97,31 +98,49 @@ def run_of(layout: Layout, task: Task, unit: int, stage: int) -> Callable[[Tenso
     layers = task.layers()
     name, layer = layers[unit]
     run = partial(task.apply_layer, layer)
-    if layout.recompute_stages is not None and stage not in layout.recompute_stages:
+    if layout.recompute == "none" or (layout.recompute_stages is not None and stage not in layout.recompute_stages):
         return run
     if layout.recompute == "selective":
+        if not task.roles:
+            problem = "the module has no role table that tells where attention is"
+            raise LayoutError(setting("layout.recompute", layout.recompute, problem, "use recompute=full"))
         recompute_attention(name, layer, task.roles)
-    if layout.recompute == "full" and unit < len(layers) - 1:
-        return recomputed(run, buffers=list(layer.buffers()), draws=isinstance(task, PlainTask))
-    return run
+        return run
+    if unit == len(layers) - 1:
+        return run
+    return recomputed(run, buffers=list(layer.buffers()), draws=isinstance(task, PlainTask))
+
+
+def sharing_of(layout: Layout) -> Sharing:
+    """``zero``: what replicas divide, and over how many."""
+    if not layout.zero:
+        return WHOLE
+    return Sharing(
+        size=layout.zero_group or layout.dp * layout.cp,
+        keep_params=layout.zero < 3,
+        keep_grads=layout.zero < 2,
+        cap_bytes=BUCKET_BYTES if layout.zero < 3 else 0,
+    )
 
 
 def sync_of(
     layout: Layout,
-    trained: Sequence[LocalParameter],
+    held: Sequence[LocalParameter],
     states: Sequence[str],
     mesh: Mesh,
     uses: Mapping[int, Sequence[str]],
 ) -> Sync:
-    """``zero`` and ``sync``: how replicas keep equal, and what each keeps. ``uses`` names each unit's parameters."""
-    size = layout.zero_group or layout.dp * layout.cp
+    """``zero`` and ``sync``: how replicas keep equal. ``uses`` names each unit's parameters."""
+    trained = [one for one in held if one.parameter.requires_grad]
+    frozen = [one for one in held if not one.parameter.requires_grad]
     match layout.zero:
         case 0:
-            return AllReduce(trained, states, mesh)
+            return AllReduce(trained, frozen, states, mesh)
         case 1 | 2:
-            return Zero(trained, states, mesh, size=size, keep_grads=layout.zero == 1)
+            return Zero(trained, frozen, states, mesh, sharing_of(layout))
         case _:
-            return ZeroThree(trained, states, mesh, size=size, uses=uses, resident=layout.pp > 1)
+            resident = layout.pp > 1
+            return ZeroThree(trained, frozen, states, mesh, sharing_of(layout), uses=uses, resident=resident)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from math import isfinite
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +28,6 @@ from shoal.local import (
     drop,
     lay_out,
     persistent_buffers,
-    settle,
 )
 from shoal.mesh import Mesh
 from shoal.model.context import Batch, Cache
@@ -37,6 +37,7 @@ from shoal.model.task import PlainTask, Task
 from shoal.optim.clip import clip_factor
 from shoal.optim.optimizers import Updater, state_names
 from shoal.pipeline.executor import Executor, Handlers, Stage
+from shoal.pipeline.lines import Lines
 from shoal.placement import Fragment
 
 
@@ -84,6 +85,7 @@ class Engine:
         self.optimizer, self.rate, self.seed = optimizer or Optimizer(), rate, seed
         self.task = _as_task(model, loss, weight)
         self.steps_done = 0
+        self._cut_short, self._samples_checked = False, False
         self.on_gradients: Callable[[], None] = lambda: None
         """Called when gradients are reduced and not yet clipped: the moment at which they can be compared."""
         self.mesh = Mesh(self.layout.axes, self.world)
@@ -93,9 +95,10 @@ class Engine:
     def _open_groups(self) -> None:
         """The groups of ranks that work together otherwise than on a parameter."""
         mesh = self.mesh
-        axes = {"tensor": ("tp",), "pipeline": ("pp",), "replicas": ("dp", "cp"), "losses": ("pp", "dp", "cp")}
-        mesh.open_groups({mesh.ranks_over(*names) for names in axes.values()})
-        self._tensor, self._pipeline, self._replicas, self._losses = (mesh.over(*names) for names in axes.values())
+        axes = (("tp",), ("pp",), ("dp", "cp"), ("pp", "tp"), ("pp", "dp", "cp"))
+        mesh.open_groups({mesh.ranks_over(*names) for names in axes})
+        self._tensor, self._pipeline, self._replicas, self._replica, self._losses = (mesh.over(*n) for n in axes)
+        self._lines = Lines(mesh.over("pp", channel="activations"), mesh.over("pp", channel="gradients"))
 
     def _apply(self) -> None:
         """Apply the layout to the model. The order matters, and here is where it is written."""
@@ -121,11 +124,10 @@ class Engine:
         # Recompute.
         runs = tuple((unit, run_of(self.layout, self.task, unit, at)) for unit in mine)
         # Shard, and materialise by placement.
-        self._frozen = [settle(one) for one in held if not one.parameter.requires_grad]
         uses = {unit: [names[parameter] for parameter in used[unit]] for unit in mine}
-        trained = [one for one in held if one.parameter.requires_grad]
-        self._sync = sync_of(self.layout, trained, state_names(self.optimizer), mesh, uses)
+        self._sync = sync_of(self.layout, held, state_names(self.optimizer), mesh, uses)
         self._updater = Updater(self.optimizer, self._sync.runs())
+        self._buffers = [buffer for _, buffer in persistent_buffers(module)]
         # The Program, and what its actions mean.
         self._interpreter = interpreter
         self._programs = programs_of(self.layout, at)
@@ -138,7 +140,7 @@ class Engine:
             norm=self._norm,
             update=self._update,
         )
-        self._executor = Executor(self.task, [stage], handlers, self._pipeline)
+        self._executor = Executor(self.task, [stage], handlers, self._lines)
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step over this data-parallel rank's samples of the whole step (dim 0 of every tensor).
@@ -147,7 +149,9 @@ class Engine:
         of a replica (its stages, its tensor-parallel ranks) are given the same samples.
         """
         batches = self._micro_batches(batch)
-        self._check_frozen()
+        self._check_whole()
+        self._check_samples(batch)
+        self._sync.check()
         self._sync.begin()
         weight = self._weight(batches)
         agreed = start_all_reduce(weight, self._replicas, "weight")
@@ -157,11 +161,16 @@ class Engine:
             return torch.where(weight > 0, 1.0 / weight, 0.0)
 
         contexts = self._contexts(seed=self.seed, step=self.steps_done, train=True)
-        with torch.enable_grad():
-            loss = self._executor.run(self._programs.train, batches, contexts, scale).double()
+        try:
+            with torch.enable_grad():
+                loss = self._executor.run(self._programs.train, batches, contexts, scale)
+        except BaseException as error:
+            self._sync.release()
+            self._cut_short = not isinstance(error, Diverged)
+            raise
         agreed.wait()  # a rank without a gradient of its own has not asked for the scale
         all_reduce(loss, self._losses, "loss")
-        average((buffer for _, buffer in persistent_buffers(self.task.module)), self._replicas)
+        average(self._buffers, self._replicas)
         self.steps_done += 1
         counted = weight.item()
         mean = loss.item() / counted if counted else 0.0
@@ -172,7 +181,7 @@ class Engine:
         self.drain()
         batches = self._micro_batches(batch)
         with self._forward_only():
-            loss = self._executor.run(self._programs.evaluate, batches, self._contexts()).double()
+            loss = self._executor.run(self._programs.evaluate, batches, self._contexts())
         weight = self._weight(batches)
         all_reduce(loss, self._losses, "evaluation")
         all_reduce(weight, self._replicas, "evaluation")
@@ -181,7 +190,8 @@ class Engine:
     def decoding(self) -> Decode:
         """Decodes one text, as :func:`shoal.model.generate.decoding` does, on all ranks alike."""
         task = self.task
-        assert isinstance(task, Decoder), "only a decoder can generate"
+        if not isinstance(task, Decoder):
+            raise ConfigError(f"Engine: {type(task.module).__name__} cannot generate text; a Decoder can")
         cache = Cache()
 
         def decode(tokens: list[int]) -> Tensor:
@@ -226,8 +236,6 @@ class Engine:
         """What this rank holds of every weight, buffer and optimizer state."""
         stage = self.mesh.ranks_over("dp", "cp", "tp")
         found = buffer_fragments(self.task.module, stage)
-        for one in self._frozen:
-            found += one.fragments("weight", one.parameter.detach())
         return [*found, *self._sync.weights(), *self._sync.states()]
 
     def gradients(self) -> list[Fragment]:
@@ -240,7 +248,6 @@ class Engine:
         self._grad_norm = self._sync.norm()
 
     def _update(self) -> None:
-        self._sync.check_views()
         if not isfinite(self._grad_norm):  # known to all ranks alike, and nothing has been updated
             raise Diverged(
                 f"step {self.steps_done + 1}: the gradient norm is {self._grad_norm}; nothing was updated. Go on from "
@@ -273,14 +280,31 @@ class Engine:
             for one, training in before:
                 one.training = training
 
-    def _check_frozen(self) -> None:
-        """Which parameters train was settled when the layout was applied."""
-        for one in self._sync.held:
-            if not one.parameter.requires_grad:
-                raise ConfigError(f"Engine: {one.name} was frozen after the engine was made; freeze it before")
-        for one in self._frozen:
-            if one.parameter.requires_grad:
-                raise ConfigError(f"Engine: {one.name} was unfrozen after the engine was made; unfreeze it before")
+    def _check_whole(self) -> None:
+        """What stages have sent each other in a step that was cut short would meet what the next one sends."""
+        if self._cut_short and self.layout.pp > 1:
+            raise ConfigError(
+                f"Engine: the step after step {self.steps_done} was cut short by an error, and a pipeline cannot go on "
+                "from the middle of a step; make a new engine, and load a checkpoint into it"
+            )
+
+    def _check_samples(self, batch: Batch) -> None:
+        """In the first step: the ranks of a replica, which share its work, must have been given the same samples."""
+        if self._samples_checked:
+            return
+        self._samples_checked = True
+        digest = blake2b(digest_size=7)
+        for name in sorted(batch):
+            digest.update(name.encode())
+            digest.update(batch[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        number = int.from_bytes(digest.digest(), "little")
+        seen = torch.tensor([number, -number], device=self.world.device)
+        all_reduce(seen, self._replica, "start", "min")
+        if seen[0] != -seen[1]:
+            raise ConfigError(
+                f"Engine: the ranks of one replica were given different samples; under {self.layout} all ranks that "
+                'share engine.mesh.coords["dp"] take the same batch'
+            )
 
     def _weight(self, batches: list[dict[str, Tensor]]) -> Tensor:
         weights = [torch.as_tensor(self.task.weight(one)) for one in batches]

@@ -87,7 +87,8 @@ def lay_out(
         owner, _, local = name.rpartition(".")
         role = role_of(roles, owner)
         rule = interpreter.place(role, owner, local, parameter.shape)
-        units = users[parameter]
+        if (units := users.get(parameter, [])) == []:
+            raise ConfigError(f"Engine: {name} belongs to none of the layers; put it into the layer that uses it")
         if len(stages) > 1:
             held_by = frozenset(at for at, stage in enumerate(stages) if any(unit in stage for unit in units))
             rule, units = _on_stages(rule, held_by), [unit for unit in units if unit in stages[coords["pp"]]]
@@ -162,9 +163,10 @@ def drop(layer: nn.Module, kept: Iterable[nn.Module]) -> None:
 def adapt(name: str, layer: nn.Module, roles: RoleTable, interpreter: Interpreter, group: Group) -> None:
     """Put the interpreter's modules into ``layer``, called ``name`` in the model, in place of those whose role calls
     for another."""
-    for inner, child in list(layer.named_modules())[1:]:
-        other = interpreter.adapt(role_of(roles, f"{name}.{inner}"), child, group)
+    for inner, child in list(layer.named_modules(remove_duplicate=False)):
+        other = interpreter.adapt(role_of(roles, f"{name}.{inner}".rstrip(".")), child, group)
         if other is not child:
+            assert inner, f"{name} is a layer and would have to be another module"
             parent, _, local = inner.rpartition(".")
             setattr(layer.get_submodule(parent), local, other)
 

@@ -67,13 +67,13 @@ class Mesh:
         self.world = world
         self.coords: Coords = self.grid.coords(world.rank)
 
-    def group(self, ranks: Collection[int]) -> Group:
+    def group(self, ranks: Collection[int], channel: str = "") -> Group:
         """The process group over ``ranks``, this one among them."""
-        return self.world.group(tuple(sorted(ranks)), self.grid.label(ranks))
+        return self.world.group(tuple(sorted(ranks)), self.grid.label(ranks), channel)
 
-    def over(self, *axes: str) -> Group:
+    def over(self, *axes: str, channel: str = "") -> Group:
         """The process group of the ranks that differ from this one only on ``axes``."""
-        return self.group(self.ranks_over(*axes))
+        return self.group(self.ranks_over(*axes), channel)
 
     def ranks_over(self, *axes: str) -> tuple[int, ...]:
         """The ranks that differ from this one only on ``axes``, ascending."""

@@ -20,7 +20,7 @@ from shoal.train.pool import Pool
 from shoal.train.setup import make_engine, make_model, materialise_alone, open_data
 
 RUN = Path(__file__).parents[1] / "runs" / "tiny6.toml"
-PROMPT, TEXT = [7, 201, 33, 8, 90], 12
+PROMPT, TEXT = [7, 201, 33, 8, 90], 10
 
 
 def logits(decode: Decode) -> Array:
@@ -62,12 +62,12 @@ def in_one_process(config: Config, full: Mapping[str, Tensor]) -> Decoder:
         ("dp=2", False),
         ("tp=2", False),
         ("tp=2:1d-sp", False),
-        ("tp=3:1d-sp,recompute=full", True),
+        pytest.param("tp=3:1d-sp,recompute=full", True, marks=pytest.mark.parity),
         ("pp=2", False),
-        ("pp=4:gpipe,mb=2", True),
+        pytest.param("pp=4:gpipe,mb=2", True, marks=pytest.mark.parity),
         ("dp=2,zero=3", True),
         ("dp=2,tp=2,pp=2", False),
-        ("dp=2,tp=2:1d-sp,pp=2,zero=3,mb=2", True),
+        pytest.param("dp=2,tp=2:1d-sp,pp=2,zero=3,mb=2", True, marks=pytest.mark.parity),
     ],
 )
 def test_a_layout_says_what_one_process_says(line: str, tied: bool, eight: Pool) -> None:

@@ -6,6 +6,7 @@ Everything is float64. N replicas; Ψ parameters; p stages, of which a rank has 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,8 @@ Bytes = dict[str, int]
 
 
 def read(run: str, **settings: object) -> Config:
-    return load(RUNS / f"{run}.toml", [f"{key.replace('__', '.')}={value}" for key, value in settings.items()])
+    given = {"data__seq_len": 8, "model__vocab": 96, **settings}
+    return load(RUNS / f"{run}.toml", [f"{key.replace('__', '.')}={value}" for key, value in given.items()])
 
 
 def parse(line: str) -> Layout:
@@ -54,9 +56,8 @@ class Highest(Meter):
 
 def model_states(world: World, config: Config, line: str) -> tuple[Bytes, Bytes, Bytes]:
     """By category: when gradients are reduced, when the step is over, and the most of each in it. Of a second step."""
-    model = make_model(config, parse(line))  # on the meta device, whose bytes would count
+    engine = make_engine(config, parse(line), world)
     with Highest() as meter:
-        engine = Engine(model, parse(line), optimizer=config.optimizer, world=world)
         for flat in engine._sync.flats:
             meter.label("parameters", [flat.params, flat.own_params])
             meter.label("gradients", [flat.grads, flat.own_grads])
@@ -76,11 +77,21 @@ def shares(zero: int, replicas: int) -> list[float]:
     return [1 / replicas if zero >= stage else 1.0 for stage in (3, 2, 1)]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_model_states_take_what_the_stage_of_zero_says(zero: int, replicas: int, pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("replicas", "zero"),
+    [
+        (1, 3),
+        (2, 0),
+        (2, 1),
+        (2, 2),
+        (2, 3),
+        pytest.param(4, 1, marks=pytest.mark.parity),
+        pytest.param(4, 3, marks=pytest.mark.parity),
+    ],
+)
+def test_model_states_take_what_the_stage_of_zero_says(replicas: int, zero: int, pool: Pool) -> None:
     """To the byte, where sizes divide."""
-    config = read("tiny", model__layers=3)
+    config = read("tiny", model__layers=2)
     psi = sum(parameters(config))
     words = [share * psi for share in shares(zero, replicas)]
     expected = dict(zip(STATES, (words[0] * WORD, words[1] * WORD, 2 * words[2] * WORD), strict=True))
@@ -94,25 +105,25 @@ def test_model_states_take_what_the_stage_of_zero_says(zero: int, replicas: int,
 def test_what_zero_3_has_whole_at_once(micro_batches: int, pool: Pool) -> None:
     """The parameters of a layer and of the one that follows. Gradients of the layer whose backward pass runs and of two
     that are under way; but all of them between micro-batches, so that they are sent once."""
-    config = read("tiny", model__layers=6)
-    share, largest = sum(parameters(config)) * WORD // 4, max(parameters(config)) * WORD
-    whole = 3 * largest if micro_batches == 1 else 4 * share
-    for _, _, most in pool.run(model_states, config, f"dp=4,zero=3,mb={micro_batches}", ranks=4):
+    config = read("tiny", model__layers=4)
+    share, largest = sum(parameters(config)) * WORD // 2, max(parameters(config)) * WORD
+    whole = 3 * largest if micro_batches == 1 else 2 * share
+    for _, _, most in pool.run(model_states, config, f"dp=2,zero=3,mb={micro_batches}", ranks=2):
         assert share + largest < most["parameters"] <= share + 2 * largest
         assert share + largest < most["gradients"] <= share + whole
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 3])
 def test_uneven_model_states_are_padded_by_less_than_a_word_a_rank_and_bucket(zero: int, pool: Pool) -> None:
     config = read("tiny6", model__layers=2)
     psi, buckets = sum(parameters(config)), 4 if zero == 3 else 1
-    for reduced, _, _ in pool.run(model_states, config, f"dp=4,zero={zero}", ranks=4):
-        for kind, copies, share in zip(STATES, (1, 1, 2), shares(zero, 4), strict=True):
+    for reduced, _, _ in pool.run(model_states, config, f"dp=3,zero={zero}", ranks=3):
+        for kind, copies, share in zip(STATES, (1, 1, 2), shares(zero, 3), strict=True):
             exact = copies * share * psi * WORD
-            assert exact <= reduced[kind] < exact + copies * 4 * buckets * WORD
+            assert exact <= reduced[kind] < exact + copies * 3 * buckets * WORD
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.parity), 3])
 def test_stages_divide_their_own_model_states(zero: int, pool: Pool) -> None:
     config = read("tiny", model__layers=4)
     layers = parameters(config)
@@ -132,38 +143,32 @@ BOUNDARY = SAMPLES * LENGTH * HIDDEN * WORD
 """Bytes of the input of a block for one micro-batch."""
 
 
-def activations(world: World, line: str, layers: int, micro_batches: int) -> int:
-    """Most bytes in a step beyond what is there between steps, with micro-batches of one size."""
-    config = read(
-        "tiny", model__layers=layers, model__dropout=0, data__seq_len=LENGTH, data__batch=SAMPLES * micro_batches
-    )
-    with Meter() as meter:
-        engine = make_engine(config, parse(f"{line},mb={micro_batches}"), world)
-        batches = [open_data(config).batch(step) for step in range(2)]
-        engine.step(batches[0])
-        before = meter.live()
-        with meter.phase("step"):
-            engine.step(batches[1])
-        return meter.peak("step") - before
-
-
-def by_stage(pool: Pool, line: str, layers: int, micro_batches: int) -> list[int]:
-    return pool.run(activations, line, layers, micro_batches, ranks=Layout.parse(line).ranks)
+def activations(world: World, line: str, counts: Sequence[int]) -> list[int]:
+    """For each number of micro-batches, all of one size: most bytes in a step beyond what is there between steps."""
+    found = []
+    for count in counts:
+        config = read("tiny", model__layers=4, model__dropout=0, data__seq_len=LENGTH, data__batch=SAMPLES * count)
+        engine, source = make_engine(config, parse(f"{line},mb={count}"), world), open_data(config)
+        with Meter() as meter:
+            engine.step(source.batch(0))  # shows the meter what is there before
+            batch, before = source.batch(1), meter.live()
+            with meter.phase("step"):
+                engine.step(batch)
+            found.append(meter.peak("step") - before)
+    return found
 
 
 def test_a_stage_keeps_the_activations_of_as_many_micro_batches_as_its_schedule_says(pool: Pool) -> None:
-    """m under GPipe (Huang et al. 2019), min(p − r, m) under 1F1B (Narayanan et al. 2019); beside them at most
-    three tensors of a boundary: the next input, the last output, and a gradient, on their way."""
-    gpipe = {m: by_stage(pool, "pp=4:gpipe", 4, m) for m in (1, 2, 3, 5)}
-    each = [after - before for before, after in zip(gpipe[2], gpipe[3], strict=True)]
-    assert min(each) > 15 * BOUNDARY
-    for stage, more in enumerate(each):
-        assert gpipe[5][stage] - gpipe[3][stage] == pytest.approx(2 * more, abs=SMALL)
-        assert -SMALL < gpipe[2][stage] - gpipe[1][stage] - more < BOUNDARY + SMALL
-    for m in (1, 2, 3, 6):
-        for stage, peak in enumerate(by_stage(pool, "pp=4:1f1b", 4, m)):
-            in_flight = min(4 - stage, m)
-            beside = peak - gpipe[1][stage] - (in_flight - 1) * each[stage]
+    """m under GPipe (Huang et al. 2019), min(p − r, m) under 1F1B (Narayanan et al. 2019); beside them at most three
+    tensors of a boundary: the next input, the last output, and a gradient, on their way."""
+    gpipe, one_f_one_b = (pool.run(activations, f"pp=4:{name}", (1, 2, 3, 6)) for name in ("gpipe", "1f1b"))
+    for stage in range(4):
+        alone, two, three, six = gpipe[stage]
+        each = three - two
+        assert each > 15 * BOUNDARY
+        assert six - three == pytest.approx(3 * each, abs=SMALL)
+        for m, peak in zip((1, 2, 3, 6), one_f_one_b[stage], strict=True):
+            beside = peak - alone - (min(4 - stage, m) - 1) * each
             assert -SMALL < beside < 3 * BOUNDARY + SMALL, f"stage {stage} of 4 with {m} micro-batches"
 
 
@@ -171,16 +176,13 @@ def test_what_is_recomputed_keeps_the_inputs_of_its_layers(pool: Pool) -> None:
     """Of each micro-batch in flight: the input of each block, and its rotary tables."""
     tables = 2 * SAMPLES * LENGTH * 4 * WORD
     kept, recomputed = (
-        [
-            after - before
-            for before, after in zip(*(by_stage(pool, f"pp=2:gpipe{how}", 4, m) for m in (2, 3)), strict=True)
-        ]
+        [three - two for two, three in pool.run(activations, f"pp=2:gpipe{how}", (2, 3), ranks=2)]
         for how in ("", ",recompute=full")
     )
-    assert recomputed[0] == pytest.approx(2 * BOUNDARY + tables, abs=SMALL)
+    assert recomputed[0] == pytest.approx(2 * BOUNDARY + tables, abs=1024)
     assert kept[0] > 15 * recomputed[0]
     # The last stage has the head, too, whose backward pass follows its forward pass at once.
-    assert recomputed[1] - recomputed[0] == pytest.approx(kept[1] - kept[0], abs=SMALL)
+    assert recomputed[1] - recomputed[0] == pytest.approx(kept[1] - kept[0], abs=1024)
 
 
 # ---- building
@@ -196,10 +198,10 @@ def building(world: World, config: Config, line: str) -> tuple[int, int, int, in
         return meter.peak(), meter.live(), psi, max(bucket.size for bucket in buckets)
 
 
-@pytest.mark.parametrize("line", ["dp=1", "pp=4", "tp=4", "tp=2,pp=2", "dp=2,zero=1"])
+@pytest.mark.parametrize("line", ["pp=4", "tp=4", "dp=2,zero=1"])
 def test_a_rank_makes_only_what_it_holds(line: str, pool: Pool) -> None:
     """Also while it is built: gradients and moments take more than the initial values of one parameter."""
-    config = read("tiny")
+    config = read("tiny", model__layers=4)
     layout, total = parse(line), sum(parameters(config))
     shares = []
     for peak, after, psi, _ in pool.run(building, config, line, ranks=layout.ranks):
@@ -209,12 +211,14 @@ def test_a_rank_makes_only_what_it_holds(line: str, pool: Pool) -> None:
     assert total <= sum(shares) / layout.dp < 1.02 * total, "norms alone are whole on every rank of tp"
 
 
-@pytest.mark.parametrize("line", ["dp=4,zero=3", "dp=2,pp=2,zero=3", "dp=2,tp=2,zero=3"])
+@pytest.mark.parametrize(
+    "line", ["dp=3,zero=3", "dp=2,pp=2,zero=3", pytest.param("dp=2,tp=2,zero=3", marks=pytest.mark.parity)]
+)
 def test_what_is_divided_is_made_a_bucket_at_a_time(line: str, pool: Pool) -> None:
     """Whole for that time: parameters and gradients of one bucket, and the initial values of one parameter."""
-    config, layout = read("tiny"), parse(line)
-    for peak, after, psi, bucket in pool.run(building, config, line, ranks=4):
+    config, layout = read("tiny", model__layers=8), parse(line)
+    for peak, after, psi, bucket in pool.run(building, config, line, ranks=layout.ranks):
         held = 4 * psi * WORD / layout.dp
         assert held <= after < held + SMALL
         assert held <= peak < held + 2 * bucket * WORD + SMALL
-        assert 4 * bucket < psi
+        assert 3 * bucket < psi

@@ -20,19 +20,21 @@ from shoal.train.pool import Pool
 from shoal.train.setup import make_engine, open_data
 
 RUNS = Path(__file__).parents[1] / "runs"
-LAYERS, HIDDEN, VOCAB, KV_WIDTH, LENGTH, BATCH = 4, 64, 512, 32, 32, 24
+LAYERS, HIDDEN, VOCAB, KV_WIDTH, LENGTH, BATCH = 4, 64, 512, 32, 8, 24
 POSITIONS = BATCH * LENGTH
 NORMS = HIDDEN, 2 * HIDDEN
 """Parameters of the last norm, and of those of a block."""
 BLOCK = HIDDEN * (HIDDEN + 2 * KV_WIDTH + HIDDEN) + 3 * HIDDEN * 160 + NORMS[1]
 TABLE = VOCAB * HIDDEN
 PSI = LAYERS * BLOCK + 2 * TABLE + NORMS[0]
+UNEVEN = LAYERS * (4 * 48 * 48 + 3 * 48 * 50 + 2 * 48) + 2 * 259 * 48 + 48
+"""Ψ of the model whose sizes nothing divides."""
 
 Words = dict[str, float]
 
 
 def read(run: str, *more: str) -> Config:
-    return load(RUNS / f"{run}.toml", (f"model.layers={LAYERS}", *more))
+    return load(RUNS / f"{run}.toml", (f"model.layers={LAYERS}", f"data.seq_len={LENGTH}", *more))
 
 
 def count(world: World, config: Config, line: str) -> tuple[Words, Words]:
@@ -65,22 +67,20 @@ def exactly(words: Mapping[str, float]) -> object:
     return pytest.approx({key: n for key, n in words.items() if n}, rel=1e-12)
 
 
-@pytest.mark.parametrize("line", ["dp=2", "dp=2,mb=4", "dp=4,mb=3"])
+@pytest.mark.parametrize("line", ["dp=2,mb=4", "dp=4"])
 def test_data_parallelism_moves_the_ring_all_reduce_whatever_the_accumulation(line: str, pool: Pool) -> None:
     n = Layout.parse(line).dp
     expected = {"dp/gradients": 2 * ring(n) * PSI, "dp/loss": 2 * ring(n), "dp/weight": 2 * ring(n)}
     assert received(pool, read("tiny"), line) == [exactly(expected)] * n
 
 
-@pytest.mark.parametrize("line", ["dp=3,mb=2", "dp=4"])
-def test_nothing_is_padded_in_an_all_reduce(line: str, pool: Pool) -> None:
+def test_nothing_is_padded_in_an_all_reduce(pool: Pool) -> None:
     """At sizes that nothing divides."""
-    n, psi = Layout.parse(line).dp, 4 * (48 * 4 * 48 + 3 * 48 * 50 + 96) + 2 * 259 * 48 + 48
-    for words in received(pool, read("tiny6"), line):
-        assert words["dp/gradients"] == pytest.approx(2 * ring(n) * psi, rel=1e-12)
+    for words in received(pool, read("tiny6"), "dp=3,mb=2"):
+        assert words["dp/gradients"] == pytest.approx(2 * ring(3) * UNEVEN, rel=1e-12)
 
 
-@pytest.mark.parametrize("line", ["dp=2,zero=1", "dp=4,zero=1,mb=2", "dp=2,zero=2", "dp=4,zero=2,mb=6"])
+@pytest.mark.parametrize("line", ["dp=2,zero=1", "dp=4,zero=1,mb=2", "dp=4,zero=2,mb=6"])
 def test_zero_1_and_2_move_no_more_than_an_all_reduce(line: str, pool: Pool) -> None:
     """2(N−1)/N·Ψ, half of it gradients and half parameters, also with accumulation."""
     n = Layout.parse(line).dp
@@ -91,9 +91,8 @@ def test_zero_1_and_2_move_no_more_than_an_all_reduce(line: str, pool: Pool) -> 
 
 @pytest.mark.parametrize(("line", "buckets"), [("dp=4,zero=1", 1), ("dp=4,zero=2", 1), ("dp=4,zero=3", 6)])
 def test_zero_pads_each_bucket_by_less_than_a_word_a_rank(line: str, buckets: int, pool: Pool) -> None:
-    psi = 4 * (48 * 4 * 48 + 3 * 48 * 50 + 96) + 2 * 259 * 48 + 48
     for words in received(pool, read("tiny6"), line):
-        assert 0.75 * psi <= words["dp/gradients"] < 0.75 * (psi + 4 * buckets)
+        assert ring(4) * UNEVEN <= words["dp/gradients"] < ring(4) * (UNEVEN + 4 * buckets)
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -141,7 +140,7 @@ def test_tensor_parallelism_moves_8_activations_a_block(ranks: int, more: str, e
     assert received(eight, read("tiny"), f"tp={ranks}{more}") == [exactly(expected)] * ranks
 
 
-@pytest.mark.parametrize(("ranks", "length"), [(2, 32), (4, 32), (4, 30)])
+@pytest.mark.parametrize(("ranks", "length"), [(2, 8), (4, 8), (4, 6)])
 def test_sequence_parallelism_moves_at_most_2_activations_a_block_more(ranks: int, length: int, pool: Pool) -> None:
     """An all-reduce becomes a reduce-scatter and a gather (Korthikanti et al. 2022); the inputs of two linears are
     gathered again in the backward pass instead of being kept. Positions are padded to a multiple of the ranks. The
@@ -169,8 +168,7 @@ def test_a_pipeline_moves_one_boundary_tensor_a_micro_batch_each_way(line: str, 
         assert first == exactly({**expected, "pp/boundary header": 11 * (stage > 0)})
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("mb", [1, 4])
+@pytest.mark.parametrize(("zero", "mb"), [(0, 4), (1, 1), (2, 1), (2, 4), (3, 4)])
 def test_zero_in_a_pipeline_moves_no_more_with_more_micro_batches(zero: int, mb: int, pool: Pool) -> None:
     """2(N−1)/N·Ψ of the stage, also under stage 3, whose parameters stay gathered for the step."""
     found = received(pool, read("tiny"), f"dp=2,pp=2{{layers=2/2}},zero={zero},mb={mb}")

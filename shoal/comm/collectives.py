@@ -20,6 +20,8 @@ from shoal.comm.world import Group
 
 Reduction = Literal["sum", "max", "min"]
 _TAG = 1 << 30  # of the messages of an exchange; those of one tag between two ranks arrive in the order they were sent
+MESSAGE_TAGS = range(_TAG)
+"""Those of all other messages (:mod:`shoal.comm.point_to_point`)."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from shoal.comm.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from shoal.comm.world import Group
@@ -87,6 +88,7 @@ class _Total(Function):
         return start_sum(x, group, purpose).wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad, None, None
 
@@ -104,6 +106,7 @@ class _DividedTotal(Function):
         return start_divided_sum(x, dim, group, purpose).wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return start_gather(grad, *ctx.arguments).wait(), None, None, None
 
@@ -125,5 +128,6 @@ class _Joined(Function):
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         return grad.narrow(*ctx.arguments), None, None, None, None

@@ -1,16 +1,31 @@
 """Messages from one rank to another.
 
 Both sides of a message start it and go on; it moves when both have. Messages of one tag between two ranks arrive in the
-order in which they were sent. NCCL knows no tags, so there all messages between two ranks must be sent and received in
-one order.
+order in which they were sent. NCCL knows no tags: there all messages between two ranks over one group, whichever way
+they go, move in the order in which each side starts them, which must be one order. What has no such order needs a
+channel of its own.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from shoal.comm.collectives import Pending
+from shoal.comm.collectives import MESSAGE_TAGS, Pending
 from shoal.comm.world import Group
+
+
+def connect(group: Group, source: int, to: int, device: torch.device) -> None:
+    """Open the way from the rank at place ``source`` of ``group`` to that at ``to``. Both call this and wait here.
+
+    NCCL connects two ranks in their first message, and both sides stand still until the other has come to it. It must
+    not be one that is started ahead of what the other side waits for.
+    """
+    word, handle = torch.zeros(1, device=device), group.handle
+    assert handle is not None, "nobody to connect to"
+    tag = MESSAGE_TAGS.start
+    work = handle.send([word], to, tag) if group.index == source else handle.recv([word], source, tag)
+    work.wait()
 
 
 def start_send(tensor: Tensor, group: Group, to: int, tag: int) -> Pending:
@@ -20,6 +35,7 @@ def start_send(tensor: Tensor, group: Group, to: int, tag: int) -> Pending:
     """
     assert tensor.is_contiguous(), "a message is one block of memory"
     assert group.handle is not None, "nobody to send to"
+    assert tag in MESSAGE_TAGS, f"tag {tag} is for exchanges"
     return Pending(group.handle.send([tensor], to, tag))
 
 

@@ -31,13 +31,18 @@ groups up in a table of theirs."""
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks that communicate, ``rank`` (this process) among them. ``axis`` names the mesh axes they span."""
+    """Some ranks that communicate, ``rank`` (this process) among them. ``axis`` names the mesh axes they span.
+
+    Groups of the same ranks share what carries their messages out, unless their ``channel`` differs: what goes over one
+    channel waits for nothing that goes over another.
+    """
 
     ranks: tuple[int, ...]
     axis: str
     rank: int
     ledger: Ledger = field(repr=False, compare=False)
-    handles: Mapping[tuple[int, ...], Handle] = field(repr=False, compare=False)
+    handles: Mapping[tuple[tuple[int, ...], str], Handle] = field(repr=False, compare=False)
+    channel: str = ""
 
     @property
     def size(self) -> int:
@@ -54,8 +59,9 @@ class Group:
         keep its threads alive."""
         if self.size == 1:
             return None
-        assert self.ranks in self.handles, f"the group {self.ranks} is used after its world was closed"
-        return self.handles[self.ranks]
+        key = self.ranks, self.channel
+        assert key in self.handles, f"the group {self.ranks} is used after its world was closed"
+        return self.handles[key]
 
 
 class World:
@@ -79,7 +85,7 @@ class World:
         self.device = device or torch.device("cpu")
         self.ledger = Ledger()
         self._timeout = timedelta(seconds=timeout_s)
-        self._handles: dict[tuple[int, ...], Handle] = {}
+        self._handles: dict[tuple[tuple[int, ...], str], Handle] = {}
         self._store: dist.Store | None = None
         self._heard = 0
         if size > 1:
@@ -96,34 +102,34 @@ class World:
             )
             # A rank that left at once would cut off peers that are still connecting.
             dist.barrier()
-            self._handles[tuple(range(size))] = dist.group.WORLD
+            self._handles[tuple(range(size)), ""] = dist.group.WORLD
 
     @property
     def everyone(self) -> Group:
         """All ranks."""
         return self.group(tuple(range(self.size)), "world")
 
-    def group(self, ranks: tuple[int, ...], axis: str) -> Group:
+    def group(self, ranks: tuple[int, ...], axis: str, channel: str = "") -> Group:
         """The group over ``ranks`` (ascending, this rank among them), made at the first call by all its members."""
         assert self.rank in ranks, f"rank {self.rank} is not in {ranks}"
         assert list(ranks) == sorted(set(ranks)), f"ranks must ascend: {ranks}"
-        if len(ranks) > 1 and ranks not in self._handles:
-            self._handles[ranks] = self._connect(ranks)
-        return Group(ranks, axis, self.rank, self.ledger, self._handles)
+        if len(ranks) > 1 and (ranks, channel) not in self._handles:
+            self._handles[ranks, channel] = self._connect(ranks, channel)
+        return Group(ranks, axis, self.rank, self.ledger, self._handles, channel)
 
     def open_groups(self, wanted: Iterable[tuple[tuple[int, ...], str]]) -> None:
         """Make several groups, in one order on all ranks, so that overlapping groups cannot wait for each other."""
         for ranks, axis in sorted(set(wanted)):
             self.group(ranks, axis)
 
-    def _connect(self, ranks: tuple[int, ...]) -> Handle:
-        """Connect the members of a group, under a name that follows from its ranks alone.
+    def _connect(self, ranks: tuple[int, ...], channel: str) -> Handle:
+        """Connect the members of a group, under a name that follows from its ranks and channel alone.
 
         ``dist.new_group`` would need every rank of the world to make every group; where it lets members meet by
         themselves, it names a group by how many each has made before, and overlapping groups wait for ever.
         """
         assert self._store is not None
-        store = dist.PrefixStore("group/" + "-".join(map(str, ranks)), self._store)
+        store = dist.PrefixStore(f"group/{channel}/" + "-".join(map(str, ranks)), self._store)
         place = ranks.index(self.rank)
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()

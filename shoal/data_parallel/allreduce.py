@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from shoal.comm.collectives import Pending
-from shoal.data_parallel.sync import Sync
+from shoal.data_parallel.sync import WHOLE, Sharing, Sync
+from shoal.local import LocalParameter
+from shoal.mesh import Mesh
 
 
 class AllReduce(Sync):
     """Every rank keeps all it holds, and has the sums of all of it."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(
+        self,
+        trained: Sequence[LocalParameter],
+        frozen: Sequence[LocalParameter],
+        states: Sequence[str],
+        mesh: Mesh,
+        sharing: Sharing = WHOLE,
+    ) -> None:
+        super().__init__(trained, frozen, states, mesh, sharing)
         self._pending: list[tuple[int, list[Pending]]] = []
 
     def begin(self) -> None:

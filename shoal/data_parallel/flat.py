@@ -8,31 +8,36 @@ import torch
 from torch import Tensor
 
 from shoal.data_parallel.buckets import Bucket
+from shoal.errors import ConfigError
 
 
 class Flat:
     """``params`` and ``grads`` are the whole bucket, flat; ``own_params``, ``own_grads`` and the optimizer's ``states``
-    are this rank's part of it.
+    are this rank's part of it. A bucket that does not train (``trains``) has parameters alone.
 
     The parameters' own data become views of ``params`` and take their initial values. What is not kept whole
-    (``keep_params``, ``keep_grads``) loses its memory in :meth:`divide`; views of it that were made before stay valid,
-    for autograd too, as its storage only shrinks and grows.
+    (``keep_params``, ``keep_grads``) loses its memory in :meth:`release_whole`; views of it that were made before stay
+    valid, for autograd too, as its storage only shrinks and grows.
     """
 
-    def __init__(self, bucket: Bucket, states: Sequence[str], *, keep_params: bool, keep_grads: bool) -> None:
+    def __init__(
+        self, bucket: Bucket, states: Sequence[str], *, keep_params: bool, keep_grads: bool, trains: bool = True
+    ) -> None:
         self.bucket = bucket
-        self.keep_params, self.keep_grads = keep_params, keep_grads
+        alone = len(bucket.shard) == 1  # nothing to divide
+        self.keep_params, self.keep_grads = keep_params or alone, keep_grads or alone
         self.params = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
         with torch.no_grad():
             for slot in bucket.slots:
                 slot.of(self.params).copy_(slot.held.values())
                 slot.held.parameter.data = slot.of(self.params)
-        self.grads = torch.zeros_like(self.params)
         mine = slice(bucket.low, bucket.high)
-        self.own_params, self.own_grads = self.params[mine], self.grads[mine]
-        self.states = {name: torch.zeros_like(self.own_params) for name in states}
+        self.own_params = self.params[mine]
+        self.grads = torch.zeros_like(self.params) if trains else self.params.new_empty(0)
+        self.own_grads = self.grads[mine] if trains else self.grads
+        self.states = {name: torch.zeros_like(self.own_params) for name in states} if trains else {}
 
-    def divide(self) -> None:
+    def release_whole(self) -> None:
         """From here on, what is not kept whole is only this rank's part, except between :func:`open_` and
         :func:`close`."""
         if not self.keep_params:
@@ -43,12 +48,15 @@ class Flat:
             close(self.grads)
 
     def check_views(self) -> None:
-        """Assert that the parameters still are views of the buffer (an assignment to ``.data`` would part them)."""
+        """Raise :class:`ConfigError` unless the parameters still are views of the buffer."""
         for held, start, stop in self.bucket.slots:
             if start == stop or not is_open(self.params):
                 continue  # nothing there to have an address
-            wanted = self.params.data_ptr() + start * self.params.element_size()
-            assert held.parameter.data_ptr() == wanted, f"{held.name} no longer lies in its bucket"
+            if held.parameter.data_ptr() != self.params.data_ptr() + start * self.params.element_size():
+                raise ConfigError(
+                    f"Engine: {held.name} was given other memory after the engine was made (by .to(), .data or "
+                    "load_state_dict(assign=True)), where no update would reach it; change it before, or copy into it"
+                )
 
 
 def open_(flat: Tensor) -> None:

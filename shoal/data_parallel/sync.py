@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from shoal.comm.collectives import Pending, all_reduce, start_all_reduce
 from shoal.comm.world import Group
-from shoal.data_parallel.buckets import BUCKET_BYTES, Slot, build_buckets
+from shoal.data_parallel.buckets import BUCKET_BYTES, Bucket, Slot, build_buckets
 from shoal.data_parallel.flat import Flat, is_open, open_
-from shoal.local import LocalParameter
+from shoal.errors import ConfigError
+from shoal.local import LocalParameter, settle
 from shoal.mesh import Mesh
 from shoal.model.linear import attach_sink
 from shoal.optim.clip import global_norm, squared_norm
@@ -48,9 +50,16 @@ class Main:
 
     def enter(self) -> bool:
         """Make ready for a contribution; returns whether it is the first of the step."""
-        self._sync.check_open(self)
+        self._sync.make_ready(self)
         first, self.entered = not self.entered, True
         return first
+
+    def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
+        """Add ``gradient`` times a scalar."""
+        if self.enter():
+            torch.mul(gradient, scale, out=self.gradient)
+        else:
+            self.gradient.addcmul_(gradient, scale)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add leftᵀ·right, computed into the buffer (see :mod:`shoal.model.linear`)."""
@@ -60,39 +69,60 @@ class Main:
             self.gradient.addmm_(left.t(), right)
 
 
-class Sync:
-    """Keeps main gradients, and sees that what :meth:`runs` shows are sums over all replicas when :meth:`finish` is
-    done.
+@dataclass(frozen=True)
+class Sharing:
+    """What replicas divide: nothing, or over ``size`` of them whatever they do not keep whole."""
 
-    Subclasses say what is kept whole (``keep_params``, ``keep_grads``), how a bucket is sent (:meth:`_send`) and how
-    the sums are completed (:meth:`_complete`).
+    size: int = 1
+    keep_params: bool = True
+    keep_grads: bool = True
+    cap_bytes: int = BUCKET_BYTES
+    """Of a bucket: as large as that if its units are not larger."""
+
+
+WHOLE = Sharing()
+
+
+class Sync:
+    """Keeps the main gradients of ``trained`` parameters. When :meth:`finish` is done, what :meth:`runs` shows the
+    optimizer are their sums over all replicas.
+
+    Subclasses say how a bucket is sent (:meth:`_send`) and how the sums are completed (:meth:`_complete`).
     """
 
     def __init__(
         self,
-        held: Sequence[LocalParameter],
+        trained: Sequence[LocalParameter],
+        frozen: Sequence[LocalParameter],
         states: Sequence[str],
         mesh: Mesh,
-        *,
-        size: int = 1,
-        keep_params: bool = True,
-        keep_grads: bool = True,
-        cap_bytes: int = BUCKET_BYTES,
+        sharing: Sharing,
     ) -> None:
-        """``held`` are divided over ``size`` ranks."""
-        self._mesh = mesh
-        self._divide = partial(divide, grid=mesh.grid, rank=mesh.world.rank, size=size)
-        buckets = build_buckets(held, self._divide, cap_bytes)
-        divisions = [self._divide(who) for one in held for who in one.holders]
+        self._mesh, self._sharing = mesh, sharing
+        self._divide = partial(divide, grid=mesh.grid, rank=mesh.world.rank, size=sharing.size)
+        divisions = [self._divide(who) for one in (*trained, *frozen) for who in one.holders]
         mesh.open_groups({ranks for each in divisions for ranks in (each.shard, each.cross)})
         self.flats: list[Flat] = []
         self._mains: list[Main] = []
-        for number, bucket in enumerate(buckets):  # one at a time: no more than one is whole that will not stay so
-            alone = len(bucket.shard) == 1
-            flat = Flat(bucket, states, keep_params=keep_params or alone, keep_grads=keep_grads or alone)
+        for number, bucket in enumerate(build_buckets(trained, self._divide, sharing.cap_bytes)):
+            flat = self._flat(bucket, states)
             self.flats.append(flat)
             self._mains += [Main(self, number, slot) for slot in bucket.slots]
-            flat.divide()
+            flat.release_whole()  # so that no more than one is whole that will not stay so
+        # Frozen parameters are divided if parameters are; else each has memory of its own.
+        self.frozen_flats: list[Flat] = []
+        self.frozen = list(frozen) if sharing.keep_params else []
+        for one in self.frozen:
+            settle(one)
+        for bucket in build_buckets(() if sharing.keep_params else frozen, self._divide, sharing.cap_bytes):
+            self.frozen_flats.append(self._flat(bucket, (), trains=False))
+            self.frozen_flats[-1].release_whole()
+        self._shards = [mesh.group(flat.bucket.shard) for flat in (*self.flats, *self.frozen_flats)]
+        self._crosses = [
+            [(flat.own_grads[start:stop], mesh.group(division.cross))
+             for start, stop, division in flat.bucket.own_ranges() if len(division.cross) > 1]
+            for flat in self.flats
+        ]  # fmt: skip
         self._of_unit: dict[int, list[Main]] = defaultdict(list)
         self._of_bucket: dict[int, list[Main]] = defaultdict(list)
         for main in self._mains:
@@ -104,6 +134,10 @@ class Sync:
         self._sent = 0
         self._squares = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
         self._norm_group = self._fewest_for_the_norm()
+
+    def _flat(self, bucket: Bucket, states: Sequence[str], *, trains: bool = True) -> Flat:
+        keep_params, keep_grads = self._sharing.keep_params, self._sharing.keep_grads
+        return Flat(bucket, states, keep_params=keep_params, keep_grads=keep_grads, trains=trains)
 
     # ---- a step, in the order in which it happens
 
@@ -125,9 +159,20 @@ class Sync:
     def unit_done(self, unit: int, final: bool) -> None:
         """A backward pass has completed the gradients of ``unit``: take them in. If no pass will follow (``final``),
         send each bucket whose units all are complete."""
+        self._take_in(self._of_unit[unit])
+        if not final:
+            self._between_passes(unit)
+            return
+        for main in self._of_unit[unit]:
+            main.held.parameter.grad = None  # what still came would lie outside the buffer, where `reduce` finds it
+        self._units_done.add(unit)
+        while self._sent < len(self.flats) and self.flats[self._sent].bucket.units <= self._units_done:
+            self._send_next()
+
+    def _take_in(self, mains: Sequence[Main]) -> None:
         first: tuple[list[Tensor], list[Tensor]] = ([], [])
         later: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for main in self._of_unit[unit]:
+        for main in mains:
             gradient = main.held.parameter.grad
             if gradient is not None and not main.settled:
                 into, what = first if main.enter() else later
@@ -137,19 +182,17 @@ class Sync:
             torch._foreach_copy_(*first)
         if later[0]:
             torch._foreach_add_(*later)
+
+    def _between_passes(self, unit: int) -> None:
+        """Another pass will add to the gradients of ``unit``: autograd does so in place, while the cache has them."""
         for main in self._of_unit[unit]:
-            # What still came after the last pass would lie outside the buffer, where `reduce` finds it. Before that
-            # autograd adds the next micro-batch's gradient in place, while it is in the cache.
-            main.held.parameter.grad = main.gradient if main.entered and not final else None
-        if final:
-            self._units_done.add(unit)
-            while self._sent < len(self.flats) and self.flats[self._sent].bucket.units <= self._units_done:
-                self._send_next()
+            main.held.parameter.grad = main.gradient if main.entered else None
 
     def reduce(self) -> None:
         """Every gradient of the step has entered: send what has not been sent."""
         for main in self._mains:
-            assert main.settled, f"a gradient of {main.held.name} came after its unit was done"
+            if not main.settled:
+                raise _late(main)
         while self._sent < len(self.flats):
             self._send_next()
 
@@ -165,7 +208,7 @@ class Sync:
         """The optimizer has updated this rank's part of the parameters."""
 
     def release(self) -> None:
-        """A pass without gradients is over."""
+        """A pass without gradients is over, or a step was cut short."""
 
     # ---- what it holds
 
@@ -183,8 +226,10 @@ class Sync:
         ]
 
     def weights(self) -> Iterator[Fragment]:
-        """What this rank holds of every weight."""
-        for flat in self.flats:
+        """What this rank holds of every weight, frozen ones too."""
+        for one in self.frozen:
+            yield from one.fragments("weight", one.parameter.detach())
+        for flat in (*self.flats, *self.frozen_flats):
             if flat.keep_params:
                 for slot in flat.bucket.slots:
                     yield from slot.held.fragments("weight", slot.of(flat.params))
@@ -202,13 +247,14 @@ class Sync:
         for flat in self.flats:
             yield from flat.bucket.own_fragments("gradient", flat.own_grads, self._divide)
 
-    @property
-    def held(self) -> Iterator[LocalParameter]:
-        """The parameters that train."""
-        return (main.held for main in self._mains)
-
-    def check_views(self) -> None:
-        """Assert that every parameter still lies where the optimizer updates it."""
+    def check(self) -> None:
+        """Raise :class:`ConfigError` if a parameter no longer trains as it did when the layout was applied, or lies
+        elsewhere."""
+        frozen = [*self.frozen, *(slot.held for flat in self.frozen_flats for slot in flat.bucket.slots)]
+        for was, one in [*((True, main.held) for main in self._mains), *((False, one) for one in frozen)]:
+            if one.parameter.requires_grad != was:
+                word = "frozen" if was else "unfrozen"
+                raise ConfigError(f"Engine: {one.name} was {word} after the engine was made; do it before")
         for flat in self.flats:
             flat.check_views()
 
@@ -224,12 +270,7 @@ class Sync:
 
     def _start_cross(self, number: int) -> list[Pending]:
         """Begin to sum this rank's part of a bucket with those who hold the same part."""
-        flat = self.flats[number]
-        return [
-            start_all_reduce(flat.own_grads[start:stop], self._mesh.group(division.cross), "gradients")
-            for start, stop, division in flat.bucket.own_ranges()
-            if len(division.cross) > 1
-        ]
+        return [start_all_reduce(part, group, "gradients") for part, group in self._crosses[number]]
 
     @property
     def _across_stages(self) -> list[int]:
@@ -243,20 +284,25 @@ class Sync:
         for start, stop, division in flat.bucket.own_ranges():
             self._squares += squared_norm(flat.own_grads[start:stop]) / (1 if alone else len(division.same))
 
-    def check_open(self, main: Main) -> None:
-        """Assert that a gradient may still enter, and see that its bucket has memory."""
-        assert main.bucket >= self._sent, f"a gradient of {main.held.name} came after its bucket was sent"
+    def make_ready(self, main: Main) -> None:
+        """A gradient is about to enter: see that it may, and that its bucket has memory."""
+        if main.bucket < self._sent:
+            raise _late(main)
         grads = self.flats[main.bucket].grads
         if not is_open(grads):
             open_(grads)
 
-    def _send_next(self) -> None:
-        grads = self.flats[self._sent].grads
+    def _fill_up(self, number: int) -> None:
+        """What no sample of this rank used counts as zero."""
+        grads = self.flats[number].grads
         if not is_open(grads):
             open_(grads)
-        for main in self._of_bucket[self._sent]:
-            if not main.entered:  # no sample of this rank used it
+        for main in self._of_bucket[number]:
+            if not main.entered:
                 main.gradient.zero_()
+
+    def _send_next(self) -> None:
+        self._fill_up(self._sent)
         number, self._sent = self._sent, self._sent + 1
         self._send(number)
 
@@ -269,3 +315,10 @@ class Sync:
         agreed = torch.tensor([everything], dtype=torch.int64, device=world.device)
         all_reduce(agreed, world.everyone, "start", "min")
         return self._mesh.over() if agreed.item() else world.everyone
+
+
+def _late(main: Main) -> ConfigError:
+    return ConfigError(
+        f"Engine: a gradient of {main.held.name} came after its unit was done: another layer uses it without holding "
+        "it, or a hook kept it; make it a parameter of every layer that uses it"
+    )

@@ -1,68 +1,96 @@
 """ZeRO (Rajbhandari et al. 2020): replicas divide what they would all keep.
 
-Of Ψ parameters over N ranks, each rank updates Ψ/N and keeps the optimizer states of those (stage 1), of gradients
-keeps only those once they are reduced (stage 2), of parameters too (stage 3), which are then gathered a unit at a
-time, for as long as it is used. A step receives 2(N−1)/N·Ψ words under stages 1 and 2 whatever the accumulation, since
-gradients of micro-batches add up before they are sent; under stage 3 each pass gathers, so at most
-3(N−1)/N·Ψ with one micro-batch.
+Of Ψ parameters over N ranks, each rank updates Ψ/N and keeps the optimizer states of those (stage 1); of gradients it
+keeps only those once they are reduced (stage 2); of parameters too (stage 3), which are gathered a unit at a time for
+as long as it is used. Stages 1 and 2 receive 2(N−1)/N·Ψ words a step, however many micro-batches add up before they are
+sent. Stage 3 gathers for each pass and sends after each backward pass: at most 3(N−1)/N·Ψ words a micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Pending, start_all_gather, start_reduce_scatter
 from shoal.data_parallel.flat import close, is_open, open_
-from shoal.data_parallel.sync import Sync
+from shoal.data_parallel.sync import Main, Sharing, Sync
+from shoal.local import LocalParameter
+from shoal.mesh import Mesh
 
 IN_FLIGHT = 2
-"""Whole buckets of gradients that may be under way at once where they are not kept: sending waits for older ones."""
+"""Buckets that may be under way at once: sending another waits for the oldest."""
+
+
+class _Scatter(NamedTuple):
+    """A bucket that is being reduced; ``more`` is what has to be added to what earlier passes left in the part."""
+
+    pending: Pending
+    more: Tensor | None
+    last: bool
 
 
 class Zero(Sync):
     """Stages 1 and 2: gradients are reduce-scattered, and the updated parameters gathered."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._scattering: dict[int, Pending] = {}
+    def __init__(
+        self,
+        trained: Sequence[LocalParameter],
+        frozen: Sequence[LocalParameter],
+        states: Sequence[str],
+        mesh: Mesh,
+        sharing: Sharing,
+    ) -> None:
+        super().__init__(trained, frozen, states, mesh, sharing)
+        self._scattering: dict[int, _Scatter] = {}
+        self._begun: set[int] = set()
+        """Buckets whose part has sums of this step."""
 
     def begin(self) -> None:
         self._settle(0)
+        self._begun.clear()
         super().begin()
 
-    def _send(self, number: int) -> None:
+    def _send(self, number: int, *, last: bool = True) -> None:
         flat = self.flats[number]
-        group = self._mesh.group(flat.bucket.shard)
-        self._scattering[number] = start_reduce_scatter(flat.own_grads, flat.grads, group, "gradients")
-        if not flat.keep_grads:
-            self._settle(IN_FLIGHT)
+        more = torch.empty_like(flat.own_grads) if number in self._begun else None
+        self._begun.add(number)
+        into = flat.own_grads if more is None else more
+        pending = start_reduce_scatter(into, flat.grads, self._shards[number], "gradients")
+        self._scattering[number] = _Scatter(pending, more, last)
+        self._settle(IN_FLIGHT)
 
     def _settle(self, most: int) -> None:
         """Wait until at most ``most`` buckets are being scattered, oldest first."""
         while len(self._scattering) > most:
             number = next(iter(self._scattering))
-            self._scattering.pop(number).wait()
-            if not self.flats[number].keep_grads:
-                close(self.flats[number].grads)
+            scatter, flat = self._scattering.pop(number), self.flats[number]
+            scatter.pending.wait()
+            if scatter.more is not None:
+                flat.own_grads += scatter.more
+            if not flat.keep_grads:
+                close(flat.grads)
+            if scatter.last and not self._crosses[number]:
+                self._add_squares(number)  # now, while they are in the cache
 
     def _complete(self) -> None:
         self._settle(0)
         # By name, which is the same on all stages that share a parameter.
-        order = sorted(range(len(self.flats)), key=lambda number: self.flats[number].bucket.name)
-        for number, under_way in [(number, self._start_cross(number)) for number in order]:
+        crossing = [number for number, crosses in enumerate(self._crosses) if crosses]
+        crossing.sort(key=lambda number: self.flats[number].bucket.name)
+        for number, under_way in [(number, self._start_cross(number)) for number in crossing]:
             for pending in under_way:
                 pending.wait()
             self._add_squares(number)
 
     def updated(self) -> None:
-        gathers = []
-        for flat in reversed(self.flats):  # the first units are needed first
-            if flat.keep_params:
-                group = self._mesh.group(flat.bucket.shard)
-                gathers.append(start_all_gather(flat.params, flat.own_params, group, "parameters"))
+        gathers = [
+            start_all_gather(flat.params, flat.own_params, group, "parameters")
+            for flat, group in zip(self.flats, self._shards, strict=False)
+            if flat.keep_params
+        ]
         for pending in gathers:
             pending.wait()
 
@@ -70,23 +98,34 @@ class Zero(Sync):
 class ZeroThree(Zero):
     """Stage 3: parameters are whole from a unit's first use to its last, and the next unit's are fetched meanwhile.
 
-    ``uses`` says which parameters each unit uses: its own, and those that it shares. With ``resident`` (a pipeline,
-    which has several micro-batches under way) they stay whole from the first use in a step to the last, instead of
-    being gathered for every pass; so do parameters that several units share.
+    ``uses`` names the parameters of each unit: its own, and those that it shares. With ``resident`` (a pipeline, which
+    has several micro-batches under way) parameters stay whole from the first use in a step to the last, and gradients
+    add up before they are sent. Otherwise both come and go with every pass, but for parameters that several units
+    share: they stay.
     """
 
-    def __init__(self, *arguments: Any, uses: Mapping[int, Sequence[str]], resident: bool, **options: Any) -> None:
-        super().__init__(*arguments, **options, keep_params=False, keep_grads=False, cap_bytes=0)
-        number_of = {main.held.name: main.bucket for main in self._mains}
-        self._needs = {
-            unit: sorted({number_of[name] for name in names if name in number_of}) for unit, names in uses.items()
-        }
+    def __init__(
+        self,
+        trained: Sequence[LocalParameter],
+        frozen: Sequence[LocalParameter],
+        states: Sequence[str],
+        mesh: Mesh,
+        sharing: Sharing,
+        *,
+        uses: Mapping[int, Sequence[str]],
+        resident: bool,
+    ) -> None:
+        super().__init__(trained, frozen, states, mesh, sharing)
+        self._resident = resident
+        self._all = [*self.flats, *self.frozen_flats]
+        number_of = {slot.held.name: n for n, flat in enumerate(self._all) for slot in flat.bucket.slots}
+        self._needs = {unit: sorted({number_of[name] for name in names}) for unit, names in uses.items()}
         self._units = sorted(self._needs)
-        users = [sum(number in numbers for numbers in self._needs.values()) for number in range(len(self.flats))]
+        users = [sum(number in numbers for numbers in self._needs.values()) for number in range(len(self._all))]
         self._stays = [resident or count > 1 for count in users]
         self._gathering: dict[int, Pending] = {}
         self._training = False
-        divided = [m.held.parameter for m in self._mains if not self.flats[m.bucket].keep_params]
+        divided = [s.held.parameter for flat in self._all if not flat.keep_params for s in flat.bucket.slots]
         self._views = {parameter: parameter.data for parameter in divided}
         # Between steps there is nothing behind the views, and reading it would be an accident: NaN tells.
         self._shells = {p: p.new_full((), float("nan"), requires_grad=False).expand(p.shape) for p in divided}
@@ -120,6 +159,23 @@ class ZeroThree(Zero):
         if final or unit != self._units[0]:
             self._give_up(unit, last_use=final)
 
+    def make_ready(self, main: Main) -> None:
+        while main.bucket in self._scattering:  # what an earlier micro-batch left there is still being read
+            self._settle(len(self._scattering) - 1)
+        super().make_ready(main)
+
+    def _between_passes(self, unit: int) -> None:
+        super()._between_passes(unit)
+        if self._resident:
+            return
+        for number in dict.fromkeys(main.bucket for main in self._of_unit[unit]):
+            if self.flats[number].keep_grads:  # nobody to divide it with
+                continue
+            self._fill_up(number)
+            self._send(number, last=False)
+            for main in self._of_bucket[number]:
+                main.entered, main.held.parameter.grad = False, None
+
     def updated(self) -> None:
         self.release()
 
@@ -127,7 +183,7 @@ class ZeroThree(Zero):
         for pending in self._gathering.values():
             pending.wait()
         self._gathering.clear()
-        for flat in self.flats:
+        for flat in self._all:
             if not flat.keep_params:
                 close(flat.params)
         self._training = False
@@ -140,15 +196,14 @@ class ZeroThree(Zero):
         self._shelved = tensors is self._shells
 
     def _fetch(self, number: int) -> None:
-        flat = self.flats[number]
+        flat = self._all[number]
         if not is_open(flat.params):
             open_(flat.params)
-            group = self._mesh.group(flat.bucket.shard)
-            self._gathering[number] = start_all_gather(flat.params, flat.own_params, group, "parameters")
+            self._gathering[number] = start_all_gather(flat.params, flat.own_params, self._shards[number], "parameters")
 
     def _give_up(self, unit: int, last_use: bool) -> None:
         for number in self._needs[unit]:
-            flat = self.flats[number]
+            flat = self._all[number]
             shared = self._stays[number] and not (last_use and unit == min(flat.bucket.units))
             if not (flat.keep_params or shared or number in self._gathering):
                 close(flat.params)

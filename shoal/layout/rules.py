@@ -191,6 +191,9 @@ def _check_tensor(layout: Layout, model: ModelShape) -> None:
     if not _heads_fit(model, grid[heads_side]):
         problem = f"{_heads(model)} do not divide over {grid[heads_side]} ranks"
         raise refusal(layout, "tp", problem, legal(heads_side))
+    if model.vocab < grid[heads_side]:
+        problem = f"a vocabulary of {model.vocab} leaves some of {grid[heads_side]} ranks without a row"
+        raise refusal(layout, "tp", problem, legal(heads_side))
     if hidden_side is not None and not fits(grid):
         problem = f"hidden size {model.hidden} does not divide over {grid[hidden_side]} ranks"
         raise refusal(layout, "tp", problem, legal(hidden_side))

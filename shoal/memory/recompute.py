@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,6 +31,8 @@ def recomputed(
         return nullcontext(), _as_they_were(buffers, [buffer.clone() for buffer in buffers])
 
     def keeping_its_input(*arguments: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            return run(*arguments)
         result: Tensor = checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=draws, context_fn=contexts)
         return result
 

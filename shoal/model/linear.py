@@ -13,10 +13,14 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 class Sink(Protocol):
-    """Takes in the gradient of one weight."""
+    """Takes in the gradient of one weight. Autograd then has none for it, and hooks on the weight do not run."""
+
+    def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
+        """Add ``gradient`` times a scalar."""
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add leftᵀ·right to the gradient [out, in]; ``left`` is [rows, out], ``right`` [rows, in]."""
@@ -40,6 +44,15 @@ def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     return None
 
 
+def scaled_gradient(weight: Tensor, gradient: Tensor, scale: Tensor) -> Tensor | None:
+    """``gradient`` (given up) times a scalar, as the gradient of ``weight``; None where its sink has taken it."""
+    sink: Sink | None = getattr(weight, "sink", None)
+    if sink is None:
+        return gradient.mul_(scale)
+    sink.add_scaled(gradient, scale)
+    return None
+
+
 class Linear(nn.Linear):
     """``nn.Linear``, whose weight may have a sink."""
 
@@ -58,6 +71,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         (x,) = ctx.saved_tensors
         weight = ctx.weight

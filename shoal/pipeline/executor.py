@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from shoal.comm.world import Group
 from shoal.model.context import Batch
 from shoal.model.task import Task
 from shoal.pipeline.arrival import arrive
+from shoal.pipeline.lines import Lines
 from shoal.pipeline.mail import Form, Kind, Mail, kind_of
 from shoal.pipeline.program import Act, Op, Program
 from shoal.pipeline.watch import Watch
@@ -64,11 +64,10 @@ class Handlers:
 
 
 class Executor:
-    """Runs programs over the ``stages`` that this rank holds; ``group`` is its pipeline, in the order of the ranks that
-    the programs name."""
+    """Runs programs over the ``stages`` that this rank holds; ``lines`` join it to the others of its pipeline."""
 
-    def __init__(self, task: Task, stages: Iterable[Stage], handlers: Handlers, group: Group) -> None:
-        self._task, self._handlers, self._group = task, handlers, group
+    def __init__(self, task: Task, stages: Iterable[Stage], handlers: Handlers, lines: Lines) -> None:
+        self._task, self._handlers, self._lines = task, handlers, lines
         self._stages = {stage.number: stage for stage in stages}
         self._forms: dict[tuple[int, Kind], Form] = {}
 
@@ -91,7 +90,7 @@ class Executor:
         """
         losses = self._perform(program, batches, contexts, self._task.loss, scale)
         total = torch.zeros((), dtype=torch.float64, device=_device(batches))
-        return total + torch.stack(list(losses.values())).sum() if losses else total
+        return total + torch.stack(list(losses.values())).double().sum() if losses else total
 
     def outputs(self, program: Program, batches: Sequence[Batch], contexts: Callable[[Batch], Any]) -> list[Tensor]:
         """The last stage's output for each micro-batch of a program of forward passes; none where it is elsewhere."""
@@ -107,7 +106,8 @@ class Executor:
         scale: Callable[[], Tensor] | None = None,
     ) -> dict[int, Tensor]:
         kinds = [kind_of(batch, train=scale is not None) for batch in batches]
-        mail = Mail(self._group, self._forms, _device(batches))
+        self._lines.connect(program, _device(batches))
+        mail = Mail(self._lines, self._forms, _device(batches))
         run = _Run(self._stages, self._handlers, self._task.enter, end, program, batches, kinds, contexts, scale, mail)
         with torch.set_grad_enabled(scale is not None):
             for act in program.actions:

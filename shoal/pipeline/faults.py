@@ -20,9 +20,11 @@ def faults(programs: Sequence[Program], *, train: bool = True) -> list[str]:
       from rank to rank is sent, received and dropped once; a stage is reduced once, and each rank takes the norm and
       updates once. There is nothing else.
     - *Order on a rank:* a pass comes after what it takes in, and its result leaves after it; a stage is reduced after
-      its last backward pass, the norm follows all reductions, and the update the norm.
-    - *Order of messages:* two ranks send and receive those of one kind in one order, which is all that a transport
-      without tags has to go by.
+      its last backward pass, the norm follows all reductions and drops, and the update the norm.
+    - *One order a channel:* what a rank sends another, of activations or of gradients, it sends in the order in which
+      the other receives it, which is all that a transport without tags has to go by. A header has the place before its
+      activation at both ends: what is to be received after an activation of unknown form waits for that form
+      (:mod:`shoal.pipeline.mail`).
     - *No deadlock:* no circle of actions wait for each other.
     """
     if found := _misplaced(programs):
@@ -62,10 +64,10 @@ def _orders(rank: int, program: Program, home: Sequence[int], train: bool) -> It
         for micro_batch in range(program.micro_batches):
             forward = Act(Op.FORWARD, stage, micro_batch)
             backward = forward._replace(op=Op.BACKWARD)
-            yield from _around(forward, rank, home)
+            yield from _around(forward, rank, home, train)
             if train:
                 yield forward, backward
-                yield from _around(backward, rank, home)
+                yield from _around(backward, rank, home, train)
                 yield backward, Act(Op.REDUCE, stage)
         if train:
             yield Act(Op.REDUCE, stage), Act(Op.NORM)
@@ -73,7 +75,7 @@ def _orders(rank: int, program: Program, home: Sequence[int], train: bool) -> It
         yield Act(Op.NORM), Act(Op.UPDATE)
 
 
-def _around(one: Act, rank: int, home: Sequence[int]) -> Iterator[tuple[Act, Act]]:
+def _around(one: Act, rank: int, home: Sequence[int], train: bool) -> Iterator[tuple[Act, Act]]:
     """What a pass takes in comes before it, what becomes of its result after it."""
     yield one, one
     if source := giver(one, len(home)):
@@ -87,11 +89,13 @@ def _around(one: Act, rank: int, home: Sequence[int]) -> Iterator[tuple[Act, Act
     if (target := taker(one, len(home))) and (peer := home[target.stage]) != rank:
         sent = one._replace(op=SEND[one.op], peer=peer)
         yield one, sent
-        yield sent, sent._replace(op=DROP[sent.op])
+        yield sent, (dropped := sent._replace(op=DROP[sent.op]))
+        if train:
+            yield dropped, Act(Op.NORM)
 
 
 def _disordered(programs: Sequence[Program]) -> Iterator[str]:
-    """Where the two ends of a channel, from rank to rank for one kind of message, disagree about the order."""
+    """Where the two ends of a channel, from rank to rank for activations or for gradients, disagree about the order."""
     sent: dict[tuple[int, int, Op], list[Act]] = defaultdict(list)
     received: dict[tuple[int, int, Op], list[Act]] = defaultdict(list)
     for rank, program in enumerate(programs):
@@ -111,8 +115,9 @@ def _disordered(programs: Sequence[Program]) -> Iterator[str]:
 def _deadlocked(programs: Sequence[Program]) -> Iterator[str]:
     """A circle of waits: a pass waits for what it takes in, a drop for room on the other side.
 
-    Sends wait for nothing, and neither do receives, which only make room. The norm waits for all ranks, but all that
-    they can wait for comes before it.
+    Sends wait for nothing, and neither do receives, which only make room. For an activation of unknown form they cannot
+    even do that: it has room at the latest when its pass begins, which is what its drop waits for. The norm waits for
+    all ranks, but all that they can wait for comes before it.
     """
     graph: TopologicalSorter[tuple[int, Act]] = TopologicalSorter()
     for rank, program in enumerate(programs):
@@ -121,8 +126,10 @@ def _deadlocked(programs: Sequence[Program]) -> Iterator[str]:
         for act in program.actions:
             if act.op in SEND.values():
                 answer = _answer(act, rank)
-                graph.add((act.peer, answer._replace(op=_PASS[answer.op], peer=-1)), (rank, act))
-                graph.add((rank, act._replace(op=DROP[act.op])), (act.peer, answer))
+                needed = answer._replace(op=_PASS[answer.op], peer=-1)
+                graph.add((act.peer, needed), (rank, act))
+                room = needed if needed.op is Op.FORWARD else answer
+                graph.add((rank, act._replace(op=DROP[act.op])), (act.peer, room))
     try:
         graph.prepare()
     except CycleError as error:

@@ -2,7 +2,8 @@
 
 A result leaves right after the pass that made it. Its place on the other side is opened one action before the pass that
 needs it: early enough to arrive while that action runs, and late enough that one tensor more is in memory, not one a
-micro-batch. What was sent is dropped as soon as its receiver's next result proves that it was received.
+micro-batch. What was sent is dropped as soon as its receiver's next result proves that it was received, and else before
+the step's end: an error in the norm or the update leaves nothing on its way.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def _lower(rank: int, program: Program, home: Sequence[int], places: Sequence[di
     order, stages = program.actions, len(home)
     before: list[list[Act]] = [[] for _ in order]
     after: list[list[Act]] = [[] for _ in order]
-    end = [Act(Op.NORM), Act(Op.UPDATE)] if any(act.op is Op.BACKWARD for act in order) else []
+    unproven: list[Act] = []
+    end = (Act(Op.NORM), Act(Op.UPDATE)) if any(act.op is Op.BACKWARD for act in order) else ()
     heard: dict[int, _Heard] = defaultdict(_Heard)
     for at, act in enumerate(order):
         if (source := giver(act, stages)) and (peer := home[source.stage]) != rank:
@@ -56,8 +58,8 @@ def _lower(rank: int, program: Program, home: Sequence[int], places: Sequence[di
             after[at].append(sent)
             proof = bisect_left(heard[peer].latest, places[peer][target])
             proven = proof < len(heard[peer].at)
-            (before[heard[peer].at[proof]] if proven else end).append(sent._replace(op=DROP[sent.op]))
+            (before[heard[peer].at[proof]] if proven else unproven).append(sent._replace(op=DROP[sent.op]))
         if act.op is Op.BACKWARD and act.micro_batch == program.final_backward(act.stage):
             after[at].append(Act(Op.REDUCE, act.stage))
     stream = chain.from_iterable((*before[at], act, *after[at]) for at, act in enumerate(order))
-    return Program(program.stages, program.micro_batches, (*stream, *end))
+    return Program(program.stages, program.micro_batches, (*stream, *unproven, *end))

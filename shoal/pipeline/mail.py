@@ -1,13 +1,16 @@
 """Tensors on their way between stages on different ranks.
 
-Who receives an activation cannot know its form, so the first of each kind comes with a header, and both sides remember
+Who receives an activation cannot know its form, so the first of each kind comes after a header, and both sides remember
 it. Of one kind are the activations at a boundary of all micro-batches whose tensors have the same shapes. A gradient
 has the form of the activation that it answers.
+
+From each rank, activations and headers are received in the order in which they are sent. So there is no room for an
+activation before the form of every earlier one from the same rank is known: at the latest when a pass needs it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,8 +20,8 @@ from torch import Tensor
 
 from shoal.comm.collectives import Pending
 from shoal.comm.point_to_point import start_receive, start_send
-from shoal.comm.world import Group
 from shoal.errors import LayoutError, setting
+from shoal.pipeline.lines import Lines
 from shoal.pipeline.program import DROP, Act, Op
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -26,8 +29,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_DIMS = 8
 
 Kind = tuple[object, ...]
-_MAX_STAGES, _FIRST_TAG = 1 << 12, 16  # smaller tags are those of shoal.comm.collectives
-_ACTIVATION, _GRADIENT, _HEADER = range(3)
+_Place = tuple[int, int]  # stage, micro-batch
+_MAX_STAGES = 1 << 12
 
 
 class Form(NamedTuple):
@@ -52,6 +55,9 @@ class Form(NamedTuple):
         return cls(tuple(shape[:dims]), DTYPES[dtype], bool(needs_grad))
 
 
+_HEADER = Form((3 + MAX_DIMS,), torch.int64, False)
+
+
 def kind_of(batch: Mapping[str, Tensor], train: bool) -> Kind:
     """What a micro-batch has in common with all whose activations have the form of its own."""
     return (train, *sorted((name, tuple(tensor.shape)) for name, tensor in batch.items()))
@@ -70,10 +76,13 @@ class Mail:
     ``forms`` are those known of each (receiving stage, kind); they outlive the run.
     """
 
-    def __init__(self, group: Group, forms: dict[tuple[int, Kind], Form], device: torch.device) -> None:
-        self._group, self._forms, self._device = group, forms, device
-        self._headers: dict[tuple[int, Kind], _Message] = {}
-        self._formless: dict[tuple[int, int], Act] = {}
+    def __init__(self, lines: Lines, forms: dict[tuple[int, Kind], Form], device: torch.device) -> None:
+        self._lines, self._forms, self._device = lines, forms, device
+        self._roomless: dict[int, deque[tuple[Act, Kind]]] = defaultdict(deque)
+        """By the rank that they come from: the activations to receive for which there is no room yet, in order."""
+        self._headers: dict[int, _Message] = {}
+        """By rank, too: the header of the first of those."""
+        self._sender: dict[_Place, int] = {}
         self._expected: dict[tuple[Op, int, int], _Message] = {}
         self._sent: dict[Act, list[_Message]] = defaultdict(list)
 
@@ -86,44 +95,51 @@ class Mail:
                 return form
             found = str(form)
         problem = f"{maker} returns {found}; stages hand over one floating-point tensor of at most {MAX_DIMS} dims"
-        raise LayoutError(setting("layout.pp", self._group.size, problem, "use pp=1, or layers= to cut elsewhere"))
+        raise LayoutError(setting("layout.pp", self._size, problem, "use pp=1, or layers= to cut elsewhere"))
 
     def send_activation(self, act: Act, output: Tensor, form: Form, kind: Kind) -> None:
         """Raises :class:`LayoutError` where another micro-batch of the kind had another form."""
         known = self._forms.setdefault((act.stage + 1, kind), form)
         if known is form:
-            self._send(act, torch.tensor(form.header(), device=self._device), _HEADER)
+            self._send(act, torch.tensor(form.header(), device=self._device), header=True)
         elif known != form:
             problem = f"stage {act.stage} made {known} of one micro-batch and {form} of another of the same shapes"
-            raise LayoutError(setting("layout.pp", self._group.size, problem, "use pp=1"))
-        self._send(act, output, _ACTIVATION)
+            raise LayoutError(setting("layout.pp", self._size, problem, "use pp=1"))
+        self._send(act, output)
 
     def receive_activation(self, act: Act, kind: Kind) -> None:
-        """Make room for the input of a stage; for its header, where its form is not known."""
-        key, at = (act.stage, kind), (act.stage, act.micro_batch)
-        if key in self._forms:
-            self._expected[Op.FORWARD, *at] = self._receive(act, self._forms[key], _ACTIVATION)
-            return
-        self._formless[at] = act
-        if key not in self._headers:
-            self._headers[key] = self._receive(act, Form((3 + MAX_DIMS,), torch.int64, False), _HEADER)
+        """Make room for the input of a stage as soon as it is its turn and its form is known."""
+        self._sender[act.stage, act.micro_batch] = act.peer
+        self._roomless[act.peer].append((act, kind))
+        self._make_room(act.peer)
 
     def take_activation(self, act: Act, kind: Kind) -> tuple[Tensor, Form]:
         """The input of a stage, once it has arrived."""
-        key, at = (act.stage, kind), (act.stage, act.micro_batch)
-        if received := self._formless.pop(at, None):
-            if header := self._headers.pop(key, None):
-                self._wait(header)
-                self._forms[key] = Form.read(header.tensor.tolist())
-            self.receive_activation(received, kind)
-        return self._take(act), self._forms[key]
+        peer = self._sender.pop((act.stage, act.micro_batch))
+        while (act.op, act.stage, act.micro_batch) not in self._expected:
+            (first, of_first), header = self._roomless[peer][0], self._headers.pop(peer)
+            self._wait(header)
+            self._forms[first.stage, of_first] = Form.read(header.tensor.tolist())
+            self._make_room(peer)
+        return self._take(act), self._forms[act.stage, kind]
+
+    def _make_room(self, peer: int) -> None:
+        """For all activations from a rank up to one of unknown form, and for the header of that one."""
+        while roomless := self._roomless[peer]:
+            act, kind = roomless[0]
+            if (form := self._forms.get((act.stage, kind))) is None:
+                if peer not in self._headers:
+                    self._headers[peer] = self._receive(act, _HEADER, header=True)
+                return
+            self._expected[Op.FORWARD, act.stage, act.micro_batch] = self._receive(act, form)
+            roomless.popleft()
 
     def send_gradient(self, act: Act, gradient: Tensor) -> None:
-        self._send(act, gradient, _GRADIENT)
+        self._send(act, gradient)
 
     def receive_gradient(self, act: Act, form: Form) -> None:
         """Make room for the gradient of an output of ``form``."""
-        self._expected[Op.BACKWARD, act.stage, act.micro_batch] = self._receive(act, form, _GRADIENT)
+        self._expected[Op.BACKWARD, act.stage, act.micro_batch] = self._receive(act, form)
 
     def take_gradient(self, act: Act) -> Tensor:
         """The gradient of a stage's output, once it has arrived."""
@@ -134,18 +150,22 @@ class Mail:
         for message in self._sent.pop(act, ()):
             self._wait(message)
 
-    def _send(self, act: Act, tensor: Tensor, what: int) -> None:
-        tensor = tensor.contiguous()
-        tag = _tag(act.stage, act.micro_batch, what)
-        dropped = act._replace(op=DROP[act.op])
-        self._sent[dropped].append(_Message(dropped, tensor, start_send(tensor, self._group, act.peer, tag)))
+    @property
+    def _size(self) -> int:
+        return self._lines.activations.size
 
-    def _receive(self, act: Act, form: Form, what: int) -> _Message:
+    def _send(self, act: Act, tensor: Tensor, *, header: bool = False) -> None:
+        tensor, tag = tensor.contiguous(), _tag(act.stage, act.micro_batch, header)
+        dropped = act._replace(op=DROP[act.op])
+        pending = start_send(tensor, self._lines.of(act.op), act.peer, tag)
+        self._sent[dropped].append(_Message(dropped, tensor, pending))
+
+    def _receive(self, act: Act, form: Form, *, header: bool = False) -> _Message:
         sender = act.stage + (1 if act.op is Op.RECEIVE_GRADIENT else -1)
         tensor = torch.empty(form.shape, dtype=form.dtype, device=self._device)
-        purpose = "boundary header" if what == _HEADER else "boundary"
-        tag = _tag(sender, act.micro_batch, what)
-        return _Message(act, tensor, start_receive(tensor, self._group, act.peer, tag, purpose))
+        tag = _tag(sender, act.micro_batch, header)
+        purpose = "boundary header" if header else "boundary"
+        return _Message(act, tensor, start_receive(tensor, self._lines.of(act.op), act.peer, tag, purpose))
 
     def _take(self, act: Act) -> Tensor:
         message = self._expected.pop((act.op, act.stage, act.micro_batch))
@@ -156,11 +176,12 @@ class Mail:
         try:
             message.pending.wait()
         except RuntimeError as error:
-            error.add_note(f"nothing from rank {self._group.ranks[message.act.peer]} while {message.act.in_words()}")
+            peer = self._lines.activations.ranks[message.act.peer]
+            error.add_note(f"nothing from rank {peer} while {message.act.in_words()}")
             raise
 
 
-def _tag(sender: int, micro_batch: int, what: int) -> int:
-    """A number for each message of a step, from the stage that sends it."""
+def _tag(sender: int, micro_batch: int, header: bool) -> int:
+    """A number for each message of a step over one line, from the stage that sends it."""
     assert sender < _MAX_STAGES
-    return _FIRST_TAG + (micro_batch * _MAX_STAGES + sender) * 3 + what
+    return (micro_batch * _MAX_STAGES + sender) * 2 + header

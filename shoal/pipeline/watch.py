@@ -23,6 +23,7 @@ class Watch:
     def __init__(self, units: Iterable[int], enter: Callable[[int], None], done: Callable[[int], None]) -> None:
         self._left = list(units)
         self._entered: int | None = None
+        self._under_way = False
         self._enter, self._done = enter, done
 
     def follow(self, unit: int, x: object) -> None:
@@ -31,7 +32,11 @@ class Watch:
             x.register_hook(partial(self._input_done, unit))
 
     def begin(self) -> None:
-        """The pass starts, from the output of the last unit."""
+        """The pass starts, from the output of the last unit. What a user's loss differentiates before is no pass."""
+        self._under_way = True
+        self._enter_next()
+
+    def _enter_next(self) -> None:
         if self._left and self._left[-1] != self._entered:
             self._entered = self._left[-1]
             self._enter(self._entered)
@@ -41,11 +46,12 @@ class Watch:
         self._finish(-1)
 
     def _input_done(self, unit: int, gradient: Tensor) -> None:
-        self._finish(unit)
-        self.begin()  # the unit before
+        if self._under_way:
+            self._finish(unit)
+            self._enter_next()
 
     def _finish(self, unit: int) -> None:
         """All units from the last to ``unit`` are done."""
         while self._left and self._left[-1] >= unit:
-            self.begin()
+            self._enter_next()
             self._done(self._left.pop())

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shoal.build import costs_of, interpreter_of, stages_of
-from shoal.data_parallel.buckets import BUCKET_BYTES, build_buckets
+from shoal.build import costs_of, interpreter_of, sharing_of, stages_of
+from shoal.data_parallel.buckets import build_buckets
 from shoal.layout import Layout
 from shoal.local import LocalParameter, lay_out
 from shoal.mesh import Grid
@@ -222,13 +222,13 @@ def _fragments(
 ) -> Iterator[tuple[Kind, Fragment]]:
     """What ``rank`` keeps of weights and of optimizer states: ZeRO divides the states, and from stage 3 on the weights
     too, then a unit at a time."""
-    if layout.zero < 3:
+    sharing = sharing_of(layout)
+    if sharing.keep_params:
         yield from (("weight", part) for one in held for part in one.fragments("weight", one.parameter))
-    size = (layout.zero_group or layout.dp * layout.cp) if layout.zero else 1
-    cut: Callable[..., Any] = partial(divide, grid=grid, rank=rank, size=size)
-    for bucket in build_buckets(held, cut, 0 if layout.zero == 3 else BUCKET_BYTES):
+    cut: Callable[..., Any] = partial(divide, grid=grid, rank=rank, size=sharing.size)
+    for bucket in build_buckets(held, cut, sharing.cap_bytes):
         own = torch.empty(bucket.high - bucket.low, device="meta")
         for part in bucket.own_fragments("state", own, cut):
             yield "state", part
-            if layout.zero == 3:
+            if not sharing.keep_params:
                 yield "weight", part

@@ -13,6 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from shoal.model.linear import weight_gradient
 from shoal.tensor.stream import Stream
@@ -60,6 +61,7 @@ class _Column(Function):
         return F.linear(stream.start_enter(x_BSH, positions).wait(), weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         (x_BSH,) = ctx.saved_tensors
         weight, stream = ctx.weight, ctx.stream
@@ -80,6 +82,7 @@ class _Row(Function):
         return y_BSH if bias is None else y_BSH.add_(bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_BSH: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (x,) = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad

@@ -15,11 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from shoal.comm.collectives import start_all_gather
 from shoal.comm.differentiable import Arriving, joined, part_size
 from shoal.comm.world import Group
 from shoal.layout.kinds import split_evenly
+from shoal.model.linear import scaled_gradient
 from shoal.model.loss import IGNORED, chunk_rows
 from shoal.tensor.linear import ColumnLinear
 from shoal.tensor.stream import PURPOSE, FullSizes, Stream
@@ -79,7 +81,7 @@ class _CrossEntropy(Function):
         needs_x, needs_weight = (needed and training for needed in ctx.needs_input_grad[:2])
         x, labels = x_BSH.reshape(1, -1, x_BSH.shape[-1]), stream.by_part(labels_BT)
         grad_x = torch.empty_like(x) if needs_x else None
-        grad_weight = torch.zeros_like(weight_VH) if needs_weight else None
+        grad_weight = torch.empty_like(weight_VH) if needs_weight else None
         total = x.new_zeros((), dtype=_exact(x.dtype))
         chunks = _chunks(x.shape[1], stream, sizes.vocabulary, x.shape[2])
         space = x.new_empty((chunks[0].stop * stream.parts, weight_VH.shape[0]))
@@ -103,20 +105,22 @@ class _CrossEntropy(Function):
                 _land(leaving, grad_x)
                 leaving.append((chunk, stream.start_leave((logits_MV @ weight_VH)[None])))
             if grad_weight is not None:
-                grad_weight.addmm_(logits_MV.t(), x_MH)
+                torch.addmm(grad_weight, logits_MV.t(), x_MH, beta=int(number > 0), out=grad_weight)
         if grad_x is not None:
             _land(leaving, grad_x)
             grad_x = grad_x.view(x_BSH.shape)
         ctx.save_for_backward(grad_x, grad_weight)
+        ctx.weight = weight_VH
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         grad_x, grad_weight = ctx.saved_tensors
         # The saved gradients belong to this node alone and are used once, so they may be scaled where they lie.
         return (
             None if grad_x is None else grad_x.mul_(grad),
-            None if grad_weight is None else grad_weight.mul_(grad),
+            None if grad_weight is None else scaled_gradient(ctx.weight, grad_weight, grad),
             *(None,) * 4,
         )
 

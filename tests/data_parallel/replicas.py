@@ -19,7 +19,7 @@ from shoal.data_parallel import sync as sync_module
 from shoal.data_parallel import zero as zero_module
 from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.flat import is_open
-from shoal.data_parallel.sync import Sync
+from shoal.data_parallel.sync import Sharing, Sync
 from shoal.data_parallel.zero import Zero, ZeroThree
 from shoal.local import LocalParameter, lay_out
 from shoal.mesh import Mesh
@@ -46,13 +46,15 @@ def make(
 ) -> Sync:
     """The Sync called ``kind``; unless told, it divides over all ranks, and each unit uses the parameters it owns."""
     states, size = state_names(OPTIMIZER), size or mesh.world.size
+    given = ([one for one in held if one.parameter.requires_grad],
+             [one for one in held if not one.parameter.requires_grad], states, mesh)  # fmt: skip
     if kind == "allreduce":
-        return AllReduce(held, states, mesh, **options)
+        return AllReduce(*given, Sharing(**options))
     if kind != "zero3":
-        return Zero(held, states, mesh, size=size, keep_grads=kind == "zero1", **options)
-    options.pop("cap_bytes", None)  # always a unit
+        return Zero(*given, Sharing(size=size, keep_grads=kind == "zero1", **options))
     own = {unit: [one.name for one in held if one.unit == unit] for unit in {one.unit for one in held}}
-    return ZeroThree(held, states, mesh, size=size, uses=uses or own, resident=resident, **options)
+    sharing = Sharing(size=size, keep_params=False, keep_grads=False, cap_bytes=0)
+    return ZeroThree(*given, sharing, uses=uses or own, resident=resident)
 
 
 def by_hand(
@@ -236,7 +238,7 @@ class Replica:
         return found(self.sync.gradients())
 
     def update(self) -> None:
-        self.sync.check_views()
+        self.sync.check()
         self.updater.update(1.0, clip_factor(self.norm, OPTIMIZER.clip))
         self.sync.updated()
 

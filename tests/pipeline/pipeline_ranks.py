@@ -13,6 +13,7 @@ from shoal.model.context import Batch
 from shoal.model.task import PlainTask, Task
 from shoal.pipeline.executor import Executor, Handlers, Stage
 from shoal.pipeline.faults import faults
+from shoal.pipeline.lines import Lines
 from shoal.pipeline.lower import lower
 from shoal.pipeline.program import Act, Op, Program, Programs, placement
 
@@ -35,16 +36,29 @@ class Log:
         )
 
 
+def lines_over(world: World) -> Lines:
+    """Those of a pipeline of all ranks."""
+    ranks = world.everyone.ranks
+    return Lines(*(world.group(ranks, "world", channel) for channel in ("activations", "gradients")))
+
+
 class Pipeline:
     """This rank's part of a task cut before the layers ``starts``, one a stage."""
 
     def __init__(
-        self, world: World, task: Task, starts: Sequence[int], passes: Programs, handlers: Handlers | None = None
+        self,
+        world: World | Lines,
+        task: Task,
+        starts: Sequence[int],
+        passes: Programs,
+        handlers: Handlers | None = None,
     ) -> None:
         self.task, self.stages = task, len(starts)
+        lines = world if isinstance(world, Lines) else lines_over(world)
+        rank = lines.activations.rank
         layers = [layer for _, layer in task.layers()]
         ends = [*starts[1:], len(layers)]
-        self.held = [stage for stage, rank in enumerate(placement(passes)) if rank == world.rank]
+        self.held = [stage for stage, home in enumerate(placement(passes)) if home == rank]
         self.units = [unit for stage in self.held for unit in range(starts[stage], ends[stage])]
         stages = [
             Stage(
@@ -55,8 +69,8 @@ class Pipeline:
             )
             for stage in self.held
         ]
-        self.executor = Executor(task, stages, handlers or Log().handlers, world.everyone)
-        self.program = self._lower(passes, world.rank)
+        self.executor = Executor(task, stages, handlers or Log().handlers, lines)
+        self.program = self._lower(passes, rank)
 
     @staticmethod
     def _lower(passes: Programs, rank: int, train: bool = True) -> Program:

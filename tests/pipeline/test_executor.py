@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from pipeline_ranks import breadth_first
+from pipeline_ranks import breadth_first, lines_over
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -53,7 +53,7 @@ class Trace:
             enter_unit=lambda unit, backward: self.events.append(f"{'back' if backward else 'enter'} {unit}"),
             leave_unit=lambda unit: self.events.append(f"leave {unit}"),
         )
-        self.executor = Executor(self.task, [Stage(0, True, True, layers)], self.handlers, World().everyone)
+        self.executor = Executor(self.task, [Stage(0, True, True, layers)], self.handlers, lines_over(World()))
         self.program = lower(one_f_one_b(1, micro_batches))[0]
         self.batches = [
             {"inputs": torch.randn(4, 2, dtype=torch.float32), "targets": torch.randn(4, 3)}
@@ -158,7 +158,7 @@ def test_a_finished_pass_leaves_nothing_in_memory(stages: tuple[tuple[int, ...],
         Stage(number, number == 0, units[-1] == 3, tuple((unit, trace.layer(unit, False)) for unit in units))
         for number, units in enumerate(stages)
     ]
-    executor = Executor(trace.task, split, trace.handlers, World().everyone)
+    executor = Executor(trace.task, split, trace.handlers, lines_over(World()))
     program = lower(breadth_first([0] * len(stages), 2))[0]
     seen: list[weakref.ref[Tensor]] = []
     for layer in trace.module:
@@ -217,7 +217,7 @@ def test_a_stage_whose_input_is_a_leaf_is_done_no_earlier_than_its_weights() -> 
     task = PlainTask(module, lambda output, _: output.sum())
     handlers = Handlers(lambda unit, _: events.append(f"done {unit}"), lambda _: None, lambda: None, lambda: None)
     layers = tuple((unit, partial(task.apply_layer, layer)) for unit, layer in enumerate(module))
-    executor = Executor(task, [Stage(0, True, True, layers)], handlers, World().everyone)
+    executor = Executor(task, [Stage(0, True, True, layers)], handlers, lines_over(World()))
     received = {"inputs": torch.ones(2, 3, requires_grad=True)}
     executor.run(lower(one_f_one_b(1, 1))[0], [received], lambda batch: batch, lambda: torch.ones(()))
     assert events == ["1.w", "done 1", "0.w", "done 0"]

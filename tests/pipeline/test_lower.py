@@ -14,17 +14,17 @@ PASSES = (Op.FORWARD, Op.BACKWARD)
 
 def test_1f1b_over_three_ranks_is_lowered_to_this() -> None:
     """Worked out by hand: what is sent right after its pass, received one pass ahead, and dropped once known to be
-    there. Rank 1 has taken micro-batches 0 and 1 before it sends its first gradient."""
+    there, at the latest before the norm. Rank 1 has taken micro-batches 0 and 1 before it sends its first gradient."""
     first, second, third = map(str, lower(one_f_one_b(3, 3)))
     assert first == (
         "F0.0 SA0.0>1 F0.1 SA0.1>1 RG0.0<1 F0.2 SA0.2>1 RG0.1<1 DA0.0>1 DA0.1>1 B0.0 RG0.2<1 DA0.2>1 B0.1 B0.2 R0 N U"
     )
     assert second == (
         "RA1.0<0 RA1.1<0 F1.0 SA1.0>2 RG1.0<2 F1.1 SA1.1>2 RA1.2<0 DA1.0>2 B1.0 SG1.0>0 RG1.1<2 F1.2 SA1.2>2 "
-        "RG1.2<2 DA1.1>2 B1.1 SG1.1>0 DA1.2>2 B1.2 SG1.2>0 R1 N U DG1.0>0 DG1.1>0 DG1.2>0"
+        "RG1.2<2 DA1.1>2 B1.1 SG1.1>0 DA1.2>2 B1.2 SG1.2>0 R1 DG1.0>0 DG1.1>0 DG1.2>0 N U"
     )
     assert third == (
-        "RA2.0<1 F2.0 RA2.1<1 B2.0 SG2.0>1 F2.1 RA2.2<1 B2.1 SG2.1>1 DG2.0>1 F2.2 B2.2 SG2.2>1 R2 N U DG2.1>1 DG2.2>1"
+        "RA2.0<1 F2.0 RA2.1<1 B2.0 SG2.0>1 F2.1 RA2.2<1 B2.1 SG2.1>1 DG2.0>1 F2.2 B2.2 SG2.2>1 R2 DG2.1>1 DG2.2>1 N U"
     )
 
 

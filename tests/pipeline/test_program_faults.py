@@ -60,6 +60,7 @@ def test_a_message_to_the_wrong_rank_is_found() -> None:
         (1, "DA1.1>2", "SA1.1>2", "SA1.1>2"),
         (1, "R1", "B1.1", "B1.1"),
         (2, "N", "R2", "R2"),
+        (2, "N", "DG2.1>1", "DG2.1>1"),
         (2, "U", "N", "N"),
     ],
 )
@@ -104,7 +105,7 @@ def test_messages_received_in_another_order_than_sent_are_found() -> None:
 def test_ranks_that_wait_for_each_other_are_found() -> None:
     """Rank 1 takes both micro-batches forward before it answers the first; rank 0 wants that answer before it starts
     the second."""
-    alternating = program(0, 2, "F0.0 SA0.0>1 RG0.0<1 B0.0 F0.1 SA0.1>1 RG0.1<1 B0.1 R0 N U DA0.0>1 DA0.1>1")
+    alternating = program(0, 2, "F0.0 SA0.0>1 RG0.0<1 B0.0 F0.1 SA0.1>1 RG0.1<1 B0.1 R0 DA0.0>1 DA0.1>1 N U")
     (fault,) = faults([alternating, lower(gpipe(2, 2))[1]])
     assert fault.startswith("deadlock: ")
     assert "rank 1's F1.1 waits for rank 0's SA0.1>1" in fault
@@ -114,9 +115,20 @@ def test_ranks_that_wait_for_each_other_are_found() -> None:
 def test_a_drop_that_comes_before_there_can_be_room_for_what_was_sent_is_found() -> None:
     """Rank 0 makes room for the gradient of micro-batch 0 when it has taken in that of 1, which rank 1 sends when that
     of 0 is gone."""
-    backwards = "F0.0 SA0.0>1 F0.1 SA0.1>1 RG0.1<1 B0.1 RG0.0<1 B0.0 R0 N U DA0.0>1 DA0.1>1"
+    backwards = "F0.0 SA0.0>1 F0.1 SA0.1>1 RG0.1<1 B0.1 RG0.0<1 B0.0 R0 DA0.0>1 DA0.1>1 N U"
     early = moved(lower(gpipe(2, 2)), 1, "DG1.0>0", "B1.1")
     disorder, deadlock = faults([program(0, 2, backwards), early[1]])
     assert disorder == "rank 0: RG0.1<1 comes where rank 1 sends for RG0.0<1"
     assert "rank 1's DG1.0>0 waits for rank 0's RG0.0<1" in deadlock
     assert "rank 0's B0.1 waits for rank 1's SG1.1>0" in deadlock
+
+
+def test_a_drop_that_comes_before_the_pass_that_makes_room_for_an_activation_of_unknown_form_is_found() -> None:
+    """Rank 1 takes micro-batch 0 through stage 4 before it takes 1 through stage 1, although it expects that one by
+    then. What it needs for stage 4 has gone over rank 2, and comes from what rank 0 does after the drop."""
+    orders = {(0, 2): "F0.0 F0.1 F2.0 F2.1", (1, 4): "F1.0 F4.0 F1.1 F4.1", (3,): "F3.0 F3.1"}
+    programs = lower([replace(program(0, 2, text), stages=stages) for stages, text in orders.items()])
+    assert faults(programs, train=False) == []
+    (fault,) = faults(moved(programs, 0, "DA0.1>1", "F2.0"), train=False)
+    assert fault.startswith("deadlock: ")
+    assert "rank 0's DA0.1>1 waits for rank 1's F1.1" in fault

@@ -143,7 +143,7 @@ def in_a_pass(fault: Callable[[], object], backward: bool = False) -> Callable[[
     return plant
 
 
-IN_PIECES = {"pp=2,mb=2": 1, "tp=2": 0, "dp=2,zero=3": 0}
+IN_PIECES = {"pp=2,mb=2": 1, "tp=2": 0}
 """Layouts in which neither of two ranks can do a step without the other, and the stage of the second."""
 
 
@@ -176,7 +176,7 @@ def test_a_rank_that_is_killed_in_a_pass_ends_the_others(file: Path, run: Path, 
     assert loads(run) == 2
 
 
-@pytest.fixture(scope="module", params=IN_PIECES)
+@pytest.fixture(scope="module", params=[*IN_PIECES, pytest.param("dp=2,zero=3", marks=pytest.mark.parity)])
 def silent(request: pytest.FixtureRequest, store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Ended]:
     """A layout, and the end of a run under it whose second rank stopped, with a patience of three seconds."""
     folder = tmp_path_factory.mktemp("silent")
