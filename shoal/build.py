@@ -108,7 +108,7 @@ def run_of(layout: Layout, task: Task, unit: int, stage: int) -> Callable[[Tenso
         return run
     if unit == len(layers) - 1:
         return run
-    return recomputed(run, buffers=list(layer.buffers()), draws=isinstance(task, PlainTask))
+    return recomputed(run, layer, draws=isinstance(task, PlainTask))
 
 
 def sharing_of(layout: Layout) -> Sharing:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from shoal import checkpoint
 from shoal.build import interpreter_of, programs_of, run_of, stages_of, sync_of
@@ -84,6 +85,7 @@ class Engine:
         self.layout.check_built()
         self.optimizer, self.rate, self.seed = optimizer or Optimizer(), rate, seed
         self.task = _as_task(model, loss, weight)
+        _check_module(self.task.module)
         self.steps_done = 0
         self._cut_short, self._samples_checked = False, False
         self.on_gradients: Callable[[], None] = lambda: None
@@ -133,6 +135,7 @@ class Engine:
         self._programs = programs_of(self.layout, at)
         stage = Stage(at, first=at == 0, last=at == len(stages) - 1, layers=runs)
         handlers = Handlers(
+            must_see=self._sync.must_see,
             enter_unit=self._sync.enter_unit,
             leave_unit=self._sync.leave_unit,
             unit_done=self._sync.unit_done,
@@ -312,13 +315,17 @@ class Engine:
 
     def _micro_batches(self, batch: Batch) -> list[dict[str, Tensor]]:
         """The batch, on this rank's device, divided over the micro-batches."""
+        if other := [name for name, value in batch.items() if not isinstance(value, Tensor)]:
+            raise ConfigError(f"Engine: a batch holds tensors, with samples in dim 0; {other[0]} is none")
         sizes = {name: len(tensor) if tensor.ndim else 0 for name, tensor in batch.items()}
         if len(set(sizes.values())) != 1:
             raise ConfigError(
                 f"Engine: the tensors of a batch must have one number of samples in dim 0; they have {sizes}"
             )
         samples, count = next(iter(sizes.values())), self.layout.mb
-        if samples == 0 or samples % count:
+        if samples == 0:
+            raise ConfigError("Engine: the batch has no samples; give every replica at least one a micro-batch")
+        if samples % count:
             raise LayoutError(
                 setting("layout.mb", count, f"does not divide the {samples} samples of this rank",
                         f"use one of {[n for n in range(1, samples + 1) if samples % n == 0]}")
@@ -326,6 +333,20 @@ class Engine:
         here = {name: tensor.to(self.world.device) for name, tensor in batch.items()}
         size = samples // count
         return [{name: tensor[i * size : (i + 1) * size] for name, tensor in here.items()} for i in range(count)]
+
+
+def _check_module(module: nn.Module) -> None:
+    """Refuse what no optimizer or bucket here can take, and a module that has an engine."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(f"Engine: {name} has no shape yet; run the module once before")
+        if parameter.is_complex():
+            raise ConfigError(f"Engine: {name} is complex; keep its real and imaginary parts as two parameters")
+        if getattr(parameter, "sink", None) is not None:
+            raise ConfigError(f"Engine: {name} belongs to another engine; build another module")
+    for name, child in module.named_modules():
+        if getattr(child, "sparse", False):
+            raise ConfigError(f"Engine: {name} makes sparse gradients; build it with sparse=False")
 
 
 def _as_task(

@@ -38,7 +38,8 @@ def read(run: str, *more: str) -> Config:
 
 
 def count(world: World, config: Config, line: str) -> tuple[Words, Words]:
-    """Words of the first step, in which stages learn what they hand over, and of one after it."""
+    """Words of the first step, in which stages learn what they hand over and ranks compare their samples, and of one
+    after it."""
     engine = make_engine(config, Layout.parse(f"{line},dtype=float64"), world)
     return step(engine, config), step(engine, config)
 
@@ -54,7 +55,7 @@ def received(pool: Pool, config: Config, line: str) -> list[Words]:
     """What each rank receives in a step."""
     found = pool.run(count, config, line, ranks=Layout.parse(line).ranks)
     for first, later in found:
-        assert set(first) - set(later) <= {"pp/boundary header"}
+        assert {key.partition("/")[2] for key in first.keys() - later.keys()} <= {"boundary header", "start"}
     return [later for _, later in found]
 
 
@@ -95,16 +96,20 @@ def test_zero_pads_each_bucket_by_less_than_a_word_a_rank(line: str, buckets: in
         assert ring(4) * UNEVEN <= words["dp/gradients"] < ring(4) * (UNEVEN + 4 * buckets)
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_zero_3_gathers_parameters_for_each_pass(n: int, pool: Pool) -> None:
-    """3(N−1)/N·Ψ, less the gather of the last layer, whose backward pass begins where its forward pass ends."""
-    last = TABLE + NORMS[0]
-    for words in received(pool, read("tiny"), f"dp={n},zero=3"):
-        assert words["dp/gradients"] == pytest.approx(ring(n) * PSI, rel=1e-12)
-        assert words["dp/parameters"] == pytest.approx(ring(n) * (2 * PSI - last), rel=1e-12)
-        assert words["dp/gradients"] + words["dp/parameters"] <= 3 * ring(n) * PSI
-        del words["dp/gradients"], words["dp/parameters"]
-        assert words == exactly({"dp/loss": 2 * ring(n), "dp/weight": 2 * ring(n), "world/norm": 2 * ring(n)})
+@pytest.mark.parametrize(("n", "mb"), [(2, 1), (4, 1), (2, 3)])
+def test_zero_3_gathers_parameters_for_each_pass_and_sends_gradients_after_it(n: int, mb: int, pool: Pool) -> None:
+    """3(N−1)/N·Ψ a micro-batch, less what is not gathered again where passes meet: of the last layer between forward
+    and backward, of the first between micro-batches."""
+    first, last = TABLE, TABLE + NORMS[0]
+    gathered = mb * (2 * PSI - last) - (mb - 1) * first
+    expected = {
+        "dp/gradients": mb * ring(n) * PSI,
+        "dp/parameters": ring(n) * gathered,
+        "dp/loss": 2 * ring(n),
+        "dp/weight": 2 * ring(n),
+        "world/norm": 2 * ring(n),
+    }
+    assert received(pool, read("tiny"), f"dp={n},zero=3,mb={mb}") == [exactly(expected)] * n
 
 
 @pytest.mark.parametrize("line", ["dp=2,zero=3/1", "dp=4,zero=3/2"])
@@ -165,6 +170,7 @@ def test_a_pipeline_moves_one_boundary_tensor_a_micro_batch_each_way(line: str, 
         expected = {"pp/boundary": edges * POSITIONS * HIDDEN, "pp/loss": 2 * ring(layout.pp)}
         expected["world/norm"] = 2 * ring(layout.pp)
         assert later == exactly(expected)
+        assert first.pop("pp/start") < 8
         assert first == exactly({**expected, "pp/boundary header": 11 * (stage > 0)})
 
 

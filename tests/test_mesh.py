@@ -54,6 +54,16 @@ def test_a_group_over_axes_sums_the_ranks_that_differ_on_them_alone(pool: Pool) 
     assert [found[""] for found in by_rank] == [("none", 10.0**rank) for rank in range(4)]
 
 
+def channels(world: World) -> tuple[str, str, bool]:
+    mesh = Mesh(SQUARE, world)
+    plain, other = mesh.over("tp"), mesh.over("tp", channel="other")
+    return other.axis, other.channel, other.ranks == plain.ranks and other.handle is not plain.handle
+
+
+def test_a_group_over_axes_may_have_a_channel_of_its_own(pool: Pool) -> None:
+    assert pool.run(channels) == [("tp", "other", True)] * 4
+
+
 def chain(world: World) -> list[float]:
     """Overlapping pairs 0-1, 1-2, 2-3 and the outer 0-3, asked for in another order by each rank."""
     mesh = Mesh(SQUARE, world)

@@ -81,6 +81,9 @@ def _plan(path: Path, fragments: Sequence[Fragment]) -> Plan:
         else:
             _schedule(stored, fragment, reads)
     if faults:
+        if "weight" not in {fault.partition(" ")[0] for fault in faults}:
+            problem = f"its optimizer states are of another set of parameters: {'; '.join(faults[:3])}"
+            raise CheckpointError(setting("checkpoint", path, problem, "load the weights alone, with states=False"))
         raise _other_model(path, faults)
     held = {fragment.piece.name for fragment in fragments if fragment.kind == "weight"}
     unheld = [number for number, name in enumerate(_weights(manifest)) if name not in held]

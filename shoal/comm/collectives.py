@@ -37,12 +37,18 @@ class Pending:
     Until then nobody may write to what it reads or touch what it writes.
     """
 
-    def __init__(self, work: _Work | None) -> None:
-        self._work = work
+    def __init__(self, work: _Work | None, group: Group | None = None, purpose: str = "") -> None:
+        self._work, self._group, self._purpose = work, group, purpose
 
     def wait(self) -> None:
         if self._work is not None:
-            self._work.wait()
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                if self._group is not None:
+                    ranks = ", ".join(map(str, self._group.ranks))
+                    error.add_note(f"while ranks {ranks} ({self._group.axis}) exchanged: {self._purpose}")
+                raise
             self._work = None
 
 
@@ -53,7 +59,7 @@ def start_all_reduce(tensor: Tensor, group: Group, purpose: str, reduction: Redu
     group.ledger.record("all_reduce", tensor.numel(), group.size, group.axis, purpose)
     options = dist.AllreduceOptions()
     options.reduceOp = _OPS[reduction]  # type: ignore[assignment]  # the stub knows one of the two names
-    return Pending(group.handle.allreduce([tensor], options))
+    return Pending(group.handle.allreduce([tensor], options), group, purpose)
 
 
 def all_reduce(tensor: Tensor, group: Group, purpose: str, reduction: Reduction = "sum") -> None:
@@ -72,8 +78,8 @@ def start_all_gather(out: Tensor, part: Tensor, group: Group, purpose: str) -> P
         return Pending(None)
     group.ledger.record("all_gather", out.numel(), group.size, group.axis, purpose)
     if part.is_cuda:
-        return Pending(group.handle._allgather_base(out, own))
-    return Pending(_Exchange(group, parts, [own] * group.size))
+        return Pending(group.handle._allgather_base(out, own), group, purpose)
+    return Pending(_Exchange(group, parts, [own] * group.size), group, purpose)
 
 
 def start_reduce_scatter(out: Tensor, tensor: Tensor, group: Group, purpose: str) -> Pending:
@@ -87,7 +93,7 @@ def start_reduce_scatter(out: Tensor, tensor: Tensor, group: Group, purpose: str
         return Pending(None)
     group.ledger.record("reduce_scatter", tensor.numel(), group.size, group.axis, purpose)
     if tensor.is_cuda:
-        return Pending(group.handle._reduce_scatter_base(flat, tensor))
+        return Pending(group.handle._reduce_scatter_base(flat, tensor), group, purpose)
     received = [own if part is own else torch.empty_like(part) for part in parts]
 
     def add_up() -> None:
@@ -96,7 +102,7 @@ def start_reduce_scatter(out: Tensor, tensor: Tensor, group: Group, purpose: str
         for term in rest:
             flat.add_(term)
 
-    return Pending(_Exchange(group, received, parts, add_up))
+    return Pending(_Exchange(group, received, parts, add_up), group, purpose)
 
 
 def _parts(full: Tensor, part: Tensor, group: Group) -> tuple[Tensor, ...]:

@@ -87,8 +87,12 @@ class Sync:
     """Keeps the main gradients of ``trained`` parameters. When :meth:`finish` is done, what :meth:`runs` shows the
     optimizer are their sums over all replicas.
 
+    ``must_see`` says whether parameters come and go with the units that use them.
+
     Subclasses say how a bucket is sent (:meth:`_send`) and how the sums are completed (:meth:`_complete`).
     """
+
+    must_see = False
 
     def __init__(
         self,

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.comm.collectives import Pending, start_all_gather, start_reduce_scatter
-from shoal.data_parallel.flat import close, is_open, open_
+from shoal.data_parallel.flat import Flat, close, is_open, open_
 from shoal.data_parallel.sync import Main, Sharing, Sync
 from shoal.local import LocalParameter
 from shoal.mesh import Mesh
@@ -104,6 +104,8 @@ class ZeroThree(Zero):
     share: they stay.
     """
 
+    must_see = True
+
     def __init__(
         self,
         trained: Sequence[LocalParameter],
@@ -125,11 +127,7 @@ class ZeroThree(Zero):
         self._stays = [resident or count > 1 for count in users]
         self._gathering: dict[int, Pending] = {}
         self._training = False
-        divided = [s.held.parameter for flat in self._all if not flat.keep_params for s in flat.bucket.slots]
-        self._views = {parameter: parameter.data for parameter in divided}
-        # Between steps there is nothing behind the views, and reading it would be an accident: NaN tells.
-        self._shells = {p: p.new_full((), float("nan"), requires_grad=False).expand(p.shape) for p in divided}
-        self._show(self._shells)
+        self._faces = [_Faces(flat) for flat in self._all]
 
     def begin(self) -> None:
         super().begin()
@@ -137,8 +135,6 @@ class ZeroThree(Zero):
         self._training = True
 
     def enter_unit(self, unit: int, backward: bool) -> None:
-        if self._shelved:
-            self._show(self._views)
         place = self._units.index(unit) + (-1 if backward else 1)
         following = self._units[place : place + 1] if place >= 0 else []
         for each in (unit, *following):
@@ -183,27 +179,45 @@ class ZeroThree(Zero):
         for pending in self._gathering.values():
             pending.wait()
         self._gathering.clear()
-        for flat in self._all:
-            if not flat.keep_params:
-                close(flat.params)
+        for number in range(len(self._all)):
+            self._close(number)
         self._training = False
-        self._show(self._shells)
-
-    def _show(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
-        """What the divided parameters look like from outside."""
-        for parameter, tensor in tensors.items():
-            parameter.data = tensor
-        self._shelved = tensors is self._shells
 
     def _fetch(self, number: int) -> None:
         flat = self._all[number]
         if not is_open(flat.params):
             open_(flat.params)
+            self._faces[number].show_whole()
             self._gathering[number] = start_all_gather(flat.params, flat.own_params, self._shards[number], "parameters")
 
     def _give_up(self, unit: int, last_use: bool) -> None:
         for number in self._needs[unit]:
             flat = self._all[number]
             shared = self._stays[number] and not (last_use and unit == min(flat.bucket.units))
-            if not (flat.keep_params or shared or number in self._gathering):
-                close(flat.params)
+            if not (shared or number in self._gathering):
+                self._close(number)
+
+    def _close(self, number: int) -> None:
+        flat = self._all[number]
+        if not flat.keep_params and is_open(flat.params):
+            close(flat.params)
+            self._faces[number].hide()
+
+
+class _Faces:
+    """What the parameters of a divided bucket look like from outside: views of the whole while there is a whole; else
+    NaN, since nothing is behind the views, and reading that would be an accident."""
+
+    def __init__(self, flat: Flat) -> None:
+        self._parameters = [] if flat.keep_params else [slot.held.parameter for slot in flat.bucket.slots]
+        self._views = [parameter.data for parameter in self._parameters]
+        self._nothing = [p.new_full((), float("nan"), requires_grad=False).expand(p.shape) for p in self._parameters]
+        self.hide()
+
+    def show_whole(self) -> None:
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.data = view
+
+    def hide(self) -> None:
+        for parameter, nothing in zip(self._parameters, self._nothing, strict=True):
+            parameter.data = nothing

@@ -7,7 +7,7 @@ model: dropout is a function of where a value stands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,16 +19,16 @@ from shoal.model.roles import RoleTable, role_of
 
 
 def recomputed(
-    run: Callable[..., Tensor], *, buffers: Sequence[Tensor] = (), draws: bool = False
+    run: Callable[..., Tensor], layer: nn.Module | None = None, *, draws: bool = False
 ) -> Callable[..., Tensor]:
     """``run``, of which only the arguments are kept for the backward pass.
 
-    ``buffers`` are what it reads and writes besides: the second run sees them as the first did, and leaves them as they
-    are. ``draws`` says that it asks PyTorch's generators, which then answer the same again.
+    The second run sees the buffers of ``layer`` as the first did, and leaves them as they are. ``draws`` says that it
+    asks PyTorch's generators, which then answer the same again.
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _as_they_were(buffers, [buffer.clone() for buffer in buffers])
+        return nullcontext(), _as_they_were(layer, _snapshot(layer))
 
     def keeping_its_input(*arguments: Any) -> Tensor:
         if not torch.is_grad_enabled():
@@ -39,19 +39,33 @@ def recomputed(
     return keeping_its_input
 
 
+_Snapshot = list[tuple[nn.Module, str, Tensor, Tensor]]
+"""Of each buffer: where it is, the tensor, and a copy of its values."""
+
+
+def _snapshot(layer: nn.Module | None) -> _Snapshot:
+    return [
+        (module, name, buffer, buffer.clone())
+        for module in (layer.modules() if layer is not None else ())
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+
 @contextmanager
-def _as_they_were(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
-    now = [buffer.clone() for buffer in buffers]
+def _as_they_were(layer: nn.Module | None, then: _Snapshot) -> Iterator[None]:
+    now = _snapshot(layer)
+    _restore(then)
     try:
-        _set(buffers, values)
         yield
     finally:
-        _set(buffers, now)
+        _restore(now)
 
 
-def _set(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for buffer, value in zip(buffers, values, strict=True):
-        buffer.data.copy_(value)  # autograd may have saved the buffer, and need not know
+def _restore(snapshot: _Snapshot) -> None:
+    for module, name, buffer, values in snapshot:
+        buffer.data.copy_(values)  # autograd may have saved the buffer, and need not know
+        module._buffers[name] = buffer
 
 
 class Recomputed(nn.Module):

@@ -8,6 +8,7 @@ product is computed into the buffer, or added to it, by the one kernel that comp
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -36,12 +37,16 @@ def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
 
     None where the weight's sink has taken it.
     """
-    left, right = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    left, right = _rows(grad), _rows(x)
     sink: Sink | None = getattr(weight, "sink", None)
     if sink is None:
         return left.t() @ right
     sink.add_product(left, right)
     return None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def scaled_gradient(weight: Tensor, gradient: Tensor, scale: Tensor) -> Tensor | None:
@@ -78,5 +83,5 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         grad_x = grad @ weight if needs_x else None
         grad_weight = weight_gradient(weight, grad, x) if needs_weight else None
-        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
+        grad_bias = _rows(grad).sum(0) if needs_bias else None
         return grad_x, grad_weight, grad_bias

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import ConfigError
 from shoal.model.context import Batch
 from shoal.model.roles import RoleTable
 
@@ -78,17 +79,24 @@ class PlainTask:
         return batch
 
     def enter(self, batch: Batch) -> Tensor:
+        if "inputs" not in batch:
+            raise ConfigError(f'Engine: the module is called with batch["inputs"]; the batch has {sorted(batch)}')
         return batch["inputs"]
 
     def apply_layer(self, layer: nn.Module, x: Tensor, ctx: Batch) -> Tensor:
         return layer(x)  # type: ignore[no-any-return]
 
     def loss(self, output: Tensor, ctx: Batch) -> Tensor:
-        return self._loss(output, ctx)
+        loss = self._loss(output, ctx)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ConfigError(f"Engine: loss returned {found}; return a scalar tensor, summed over the samples")
+        return loss
 
 
 def _runs_its_layers(module: nn.Module) -> TypeGuard[nn.Sequential]:
     """Whether calling the module is calling its layers in turn, and nothing else."""
     own = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    own = own and not (module._parameters or module._buffers)
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return own and not any(getattr(module, kind) for kind in hooks)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from shoal.errors import ConfigError
 from shoal.model.context import Batch
 from shoal.model.task import Task
 from shoal.pipeline.arrival import arrive
@@ -59,6 +60,8 @@ class Handlers:
     reduce: Callable[[int], None]
     norm: Callable[[], None]
     update: Callable[[], None]
+    must_see: bool = False
+    """Whether a backward pass must be followed from unit to unit: else a unit may be entered too late for its use."""
     enter_unit: Callable[[int, bool], None] = _nothing
     leave_unit: Callable[[int], None] = _nothing
 
@@ -197,7 +200,11 @@ class _Run:
         ctx = self.contexts(self.batches[number])  # while the input is on its way
         x = self._input(act, one)
         for unit, layer in stage.layers:
-            watch.follow(unit, x)
+            if not watch.follow(unit, x) and handlers.must_see:
+                raise ConfigError(
+                    f"layer {unit} is given a {type(x).__name__}, whose gradients ZeRO-3 cannot follow; hand over "
+                    "tensors, alone or in tuples, lists and dicts"
+                )
             handlers.enter_unit(unit, False)
             x = layer(x, ctx)
             handlers.leave_unit(unit)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 
 class Watch:
@@ -21,37 +22,49 @@ class Watch:
     """
 
     def __init__(self, units: Iterable[int], enter: Callable[[int], None], done: Callable[[int], None]) -> None:
-        self._left = list(units)
-        self._entered: int | None = None
+        self._units = list(units)
+        self._left = self._low = len(self._units)
+        """How many are not done, the first ones; and how many are not entered."""
         self._under_way = False
         self._enter, self._done = enter, done
 
-    def follow(self, unit: int, x: object) -> None:
-        """``x``, what ``unit`` takes in, is known: in the forward pass, before the unit runs."""
-        if isinstance(x, Tensor) and x.requires_grad:
-            x.register_hook(partial(self._input_done, unit))
+    def follow(self, unit: int, x: object) -> bool:
+        """``x``, what ``unit`` takes in, is known: in the forward pass, before the unit runs. It may be tensors in
+        tuples, lists and dicts: then the first gradient says that the unit before is next, but only that one's own end
+        that this one is done. Returns whether there is nothing else in it that could have gradients."""
+        told = self._input_done if isinstance(x, Tensor) else self._input_begun
+        leaves = tree_leaves(x)
+        for tensor in leaves:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(told, self._units.index(unit)))
+        return all(leaf is None or isinstance(leaf, Tensor | int | float | str) for leaf in leaves)
 
     def begin(self) -> None:
         """The pass starts, from the output of the last unit. What a user's loss differentiates before is no pass."""
         self._under_way = True
-        self._enter_next()
-
-    def _enter_next(self) -> None:
-        if self._left and self._left[-1] != self._entered:
-            self._entered = self._left[-1]
-            self._enter(self._entered)
+        self._enter_down_to(len(self._units) - 1)
 
     def end(self) -> None:
         """The pass is over, where there was one."""
-        self._finish(-1)
+        self._finish(0)
 
-    def _input_done(self, unit: int, gradient: Tensor) -> None:
+    def _input_done(self, place: int, gradient: Tensor) -> None:
         if self._under_way:
-            self._finish(unit)
-            self._enter_next()
+            self._finish(place)
+            self._enter_down_to(place - 1)
 
-    def _finish(self, unit: int) -> None:
-        """All units from the last to ``unit`` are done."""
-        while self._left and self._left[-1] >= unit:
-            self._enter_next()
-            self._done(self._left.pop())
+    def _input_begun(self, place: int, gradient: Tensor) -> None:
+        if self._under_way:
+            self._enter_down_to(place - 1)
+
+    def _finish(self, place: int) -> None:
+        """All units from the last to the one at ``place`` are done."""
+        while self._left > place:
+            self._enter_down_to(self._left - 1)
+            self._left -= 1
+            self._done(self._units[self._left])
+
+    def _enter_down_to(self, place: int) -> None:
+        while self._low > max(place, 0):
+            self._low -= 1
+            self._enter(self._units[self._low])

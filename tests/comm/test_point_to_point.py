@@ -5,8 +5,10 @@ import time
 import pytest
 import torch
 
-from shoal.comm.point_to_point import start_receive, start_send
-from shoal.comm.world import World
+from shoal.comm.collectives import MESSAGE_TAGS
+from shoal.comm.ledger import Ledger
+from shoal.comm.point_to_point import connect, start_receive, start_send
+from shoal.comm.world import Group, World
 from shoal.errors import RankFailed
 from shoal.train.pool import Pool
 
@@ -65,6 +67,31 @@ def of_any_kind(world: World) -> list[bool]:
 
 def test_tensors_of_any_dtype_and_size_arrive_as_they_were_sent(pool: Pool) -> None:
     assert pool.run(of_any_kind, ranks=2) == [[], [True] * 6]
+
+
+def chained(world: World) -> list[int]:
+    """Each way along the chain is opened from its start; what is sent over it then comes first."""
+    group = world.everyone
+    for source in range(world.size - 1):
+        if world.rank in (source, source + 1):
+            connect(group, source, source + 1, world.device)
+    got = torch.zeros(1, dtype=torch.int64)
+    tag = MESSAGE_TAGS.start
+    if world.rank > 0:
+        start_receive(got, group, world.rank - 1, tag, "boundary").wait()
+    if world.rank < world.size - 1:
+        start_send(got + 7, group, world.rank + 1, tag).wait()
+    return [int(got.item()), world.ledger.calls()]
+
+
+def test_opening_a_way_takes_no_place_among_its_messages_and_moves_no_words(pool: Pool) -> None:
+    assert pool.run(chained, ranks=3) == [[0, 0], [7, 1], [14, 1]]
+
+
+def test_the_tag_of_exchanges_is_not_for_messages() -> None:
+    group = Group((0, 1), "pp", 0, Ledger(), {((0, 1), ""): object()})
+    with pytest.raises(AssertionError, match="is for exchanges"):
+        start_send(torch.zeros(1), group, 1, MESSAGE_TAGS.stop)
 
 
 def silent(world: World) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shoal.comm import world as world_module
 from shoal.comm.collectives import all_reduce, barrier
+from shoal.comm.point_to_point import start_receive, start_send
 from shoal.comm.world import Group, World, init, pick_device
 from shoal.errors import ConfigError, RankFailed
 from shoal.train.pool import Pool
@@ -158,6 +159,26 @@ def timeouts(world: World) -> list[Any]:
 
 def test_every_group_has_the_runs_time_out(pool: Pool) -> None:
     assert pool.run(timeouts, timeout_s=77) == [[timedelta(seconds=77)] * 2] * 4
+
+
+def cross(world: World) -> list[int]:
+    """Two messages of one tag, each over a channel of its own, received in the other order than they are sent."""
+    pair = world.everyone.ranks
+    first, second = (world.group(pair, "pp", channel) for channel in ("first", "second"))
+    assert len({world.everyone.handle, first.handle, second.handle}) == 3
+    assert world.group(pair, "dp", "first").handle is first.handle
+    found = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    if world.rank == 0:
+        messages = [start_send(torch.tensor([number]), group, 1, 0) for number, group in enumerate((first, second))]
+    else:
+        messages = [start_receive(one, group, 0, 0, "test") for one, group in zip(found, (second, first), strict=True)]
+    for message in messages:
+        message.wait()
+    return [int(one.item()) for one in found]
+
+
+def test_groups_of_the_same_ranks_are_apart_when_their_channels_differ(pool: Pool) -> None:
+    assert pool.run(cross, ranks=2)[1] == [1, 0]
 
 
 def wait_in_vain(world: World) -> None:

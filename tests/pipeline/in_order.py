@@ -1,8 +1,8 @@
 """A transport that moves messages as NCCL does, between threads that stand for ranks.
 
-All messages between two ranks over one channel, of both directions, stand in one queue at each end. The first at one end
-moves when the first at the other is its counterpart. Starting a message does not wait, but for the first of a channel
-between two ranks: there each waits until the other has come to it.
+All messages between two ranks over one channel, of both directions, stand in one queue at each end. The first at one
+end moves when the first at the other is its counterpart. Starting a message does not wait, but for the first of a
+channel between two ranks: there each waits until the other has come to it.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ class Network:
         """All ranks, for one of them."""
         end = End(self, rank, channel if self._channels else "")
         return Group(self._ranks, "world", rank, Ledger(), {(self._ranks, channel): end}, channel)
+
+    def left(self, rank: int) -> int:
+        """How many messages a rank has started that have not moved."""
+        with self._changed:
+            return sum(len(queue) for (_, one, _), queue in self._queues.items() if one == rank)
 
     def start(self, rank: int, peer: int, channel: str, message: Message) -> Message:
         with self._changed:

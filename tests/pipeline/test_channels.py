@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from in_order import Network, Stuck
-from pipeline_ranks import Pipeline, furthest, one_process, small_batches, small_net, small_task
+from pipeline_ranks import Log, Pipeline, furthest, one_process, small_batches, small_net, small_task
 from torch import Tensor
 
 from shoal.pipeline.lines import Lines
@@ -24,10 +25,13 @@ def whole(batch: object) -> object:
     return batch
 
 
+def lines_over(net: Network, rank: int) -> Lines:
+    return Lines(net.group(rank, "activations"), net.group(rank, "gradients"))
+
+
 def pipelines(net: Network, schedule: Schedule, ranks: int, micro_batches: int) -> list[Pipeline]:
     passes = schedule(ranks, micro_batches)
-    lines = [Lines(net.group(rank, "activations"), net.group(rank, "gradients")) for rank in range(ranks)]
-    return [Pipeline(one, small_task(small_net()), STARTS[ranks], passes) for one in lines]
+    return [Pipeline(lines_over(net, rank), small_task(small_net()), STARTS[ranks], passes) for rank in range(ranks)]
 
 
 def train(net: Network, stages: Sequence[Pipeline], batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, float]:
@@ -78,3 +82,16 @@ def test_ranks_that_connect_in_their_first_messages_would_wait_for_each_other(mo
     net = Network(2)
     with pytest.raises(Stuck):
         train(net, pipelines(net, gpipe, 2, 2), small_batches(2, 4))
+
+
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
+def test_no_message_is_under_way_when_the_norm_is_taken(schedule: Schedule) -> None:
+    """An error there, or in the update, leaves none for the next step to meet."""
+    net, left = Network(3), []
+
+    def stage(rank: int) -> Pipeline:
+        handlers = replace(Log().handlers, norm=lambda: left.append(net.left(rank)))
+        return Pipeline(lines_over(net, rank), small_task(small_net()), STARTS[3], schedule(3, 4), handlers)
+
+    train(net, [stage(rank) for rank in range(3)], small_batches(4, 4))
+    assert left == [0, 0, 0]
