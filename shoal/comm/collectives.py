@@ -46,10 +46,14 @@ class Pending:
                 self._work.wait()
             except RuntimeError as error:
                 if self._group is not None:
-                    ranks = ", ".join(map(str, self._group.ranks))
-                    error.add_note(f"while ranks {ranks} ({self._group.axis}) exchanged: {self._purpose}")
+                    error.add_note(f"nothing from {_others(self._group)} while exchanging: {self._purpose}")
                 raise
             self._work = None
+
+
+def _others(group: Group) -> str:
+    ranks = [str(rank) for rank in group.ranks if rank != group.rank]
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"one of ranks {', '.join(ranks)}"
 
 
 def start_all_reduce(tensor: Tensor, group: Group, purpose: str, reduction: Reduction = "sum") -> Pending:

@@ -23,7 +23,7 @@ LAYOUTS = (
     "dp=4",
     "dp=2,mb=2",
     "tp=2,pp=2",
-    "dp=2,tp=2:1d-sp,zero=1",
+    pytest.param("dp=2,tp=2:1d-sp,zero=1", marks=pytest.mark.parity),
     "dp=2,pp=2:gpipe,zero=3,mb=3,recompute=full",
 )
 EPOCH = 12
