@@ -121,13 +121,15 @@ def _zero(layout: Layout) -> tuple[str, str]:
     what = f"{parts[layout.zero - 1]} are divided by {g}"
     if g < n:
         what += f", in groups of {g} replicas"
-    when, gathers, about = "after the update", 1, ""
-    if layout.zero == 3:
-        # In a pipeline, whose micro-batches overlap, what has been gathered stays until the step's last use of it.
-        when, gathers, about = ("when first used", 1, "") if layout.pp > 1 else ("for each pass", 2 * m, "at most ")
-    words = (gathers + 1) * (g - 1) / g + _twice(n // g) / g
+    scattered, scatters, gathered, gathers, about = "once a step", 1, "after the update", 1, ""
+    if layout.zero == 3 and layout.pp > 1:
+        # Its micro-batches overlap: what has been gathered stays until the step's last use of it.
+        gathered = "when first used"
+    elif layout.zero == 3:
+        scattered, scatters, gathered, gathers, about = "after each pass", m, "for each pass", 2 * m, "at most "
+    words = (gathers + scatters) * (g - 1) / g + _twice(n // g) / g
     return what, (
-        f"gradients are scattered once a step, parameters gathered {when}; "
+        f"gradients are scattered {scattered}, parameters gathered {gathered}; "
         f"words received for each of its parameters: {about}{words:.3g}"
     )
 

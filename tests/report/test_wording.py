@@ -24,7 +24,10 @@ def words_of_a_step(world: World, line: str, layers: int) -> tuple[float, float,
     given = example(layout)
     run = given.model_copy(update={"model": config.Model(**{**SIZES, "layers": layers})})
     engine = make_engine(run, layout, world)
-    size = sum(one.placement.pieces[0].numel * len(one.placement.pieces) for one in engine._sync.held)
+    size = sum(
+        one.placement.pieces[0].numel * len(one.placement.pieces)
+        for one in (slot.held for flat in engine._sync.flats for slot in flat.bucket.slots)
+    )
     world.ledger.clear()
     engine.step(open_data(run).batch(0, engine.mesh.coords["dp"], layout.dp))
     ledger = world.ledger
