@@ -17,6 +17,7 @@ TINY = Model(layers=3, hidden=16, heads=4, kv_heads=2, ffn=22, vocab=30)
 CASE = Case(TINY, samples=4, seq_len=7)
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", CONTESTS)
 def test_every_trainer_does_what_one_process_does(pool: Pool, name: str, tied: bool) -> None:

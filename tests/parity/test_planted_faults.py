@@ -284,7 +284,14 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=str)
+QUICK = ("dp=2,mb=2", "tp=2:1d-sp")
+"""Layouts whose faults are looked for in the quick suite too."""
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(one, id=str(one), marks=() if one.layout in QUICK else pytest.mark.parity) for one in FAULTS],
+)
 def test_a_planted_fault_is_caught_and_named(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     fault.plant(monkeypatch)
     with Pool(Layout.parse(fault.layout).ranks) as with_it:
@@ -295,6 +302,7 @@ def test_a_planted_fault_is_caught_and_named(fault: Fault, monkeypatch: pytest.M
     assert all(re.search(fault.guilty, said) for said in gradients), gradients
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize(
     ("line", "settings"), sorted({(fault.layout, fault.settings) for fault in FAULTS}), ids=lambda value: str(value)
 )
