@@ -47,7 +47,7 @@ def costs_of(layers: Sequence[tuple[str, nn.Module]], roles: RoleTable) -> list[
         sum(
             parameter.numel()
             for owner, module in layer.named_modules()
-            if role_of(roles, f"{name}.{owner}").kind != "embed"
+            if role_of(roles, f"{name}.{owner}".rstrip(".")).kind != "embed"
             for parameter in module.parameters(recurse=False)
         )
         for name, layer in layers

@@ -38,7 +38,7 @@ class AllReduce(Sync):
         else:
             self._add_squares(number)  # now, while they are in the cache
 
-    def _complete(self) -> None:
+    def finish(self) -> None:
         self._pending += [(number, self._start_cross(number)) for number in self._across_stages]
         for number, under_way in self._pending:
             for pending in under_way:

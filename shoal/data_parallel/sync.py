@@ -89,7 +89,7 @@ class Sync:
 
     ``must_see`` says whether parameters come and go with the units that use them.
 
-    Subclasses say how a bucket is sent (:meth:`_send`) and how the sums are completed (:meth:`_complete`).
+    Subclasses say how a bucket is sent (:meth:`_send`) and how the sums are completed (:meth:`finish`).
     """
 
     must_see = False
@@ -201,8 +201,8 @@ class Sync:
             self._send_next()
 
     def finish(self) -> None:
-        """Wait until the gradients that :meth:`runs` shows are sums over all replicas."""
-        self._complete()
+        """Wait until the gradients that :meth:`runs` shows are sums over all replicas, and have their squares added."""
+        raise NotImplementedError
 
     def norm(self) -> float:
         """The norm of all gradients, once :meth:`finish` is done."""
@@ -266,10 +266,6 @@ class Sync:
 
     def _send(self, number: int) -> None:
         """Begin to reduce bucket ``number``, whose gradients are complete."""
-        raise NotImplementedError
-
-    def _complete(self) -> None:
-        """Wait for the sums, and have each bucket's squares added."""
         raise NotImplementedError
 
     def _start_cross(self, number: int) -> list[Pending]:

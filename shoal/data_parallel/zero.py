@@ -75,7 +75,7 @@ class Zero(Sync):
             if scatter.last and not self._crosses[number]:
                 self._add_squares(number)  # now, while they are in the cache
 
-    def _complete(self) -> None:
+    def finish(self) -> None:
         self._settle(0)
         # By name, which is the same on all stages that share a parameter.
         crossing = [number for number, crosses in enumerate(self._crosses) if crosses]
