@@ -27,8 +27,18 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
 
 
+class RopeScaling(Section):
+    """How rotary angles are stretched beyond the length they were trained for."""
+
+    kind: Literal["linear", "llama3"]
+    factor: float = Field(gt=1)
+    low_freq_factor: float = Field(1.0, gt=0, description="llama3")
+    high_freq_factor: float = Field(4.0, gt=0, description="llama3")
+    original_positions: Count = Field(8192, description="llama3: the length before stretching")
+
+
 class Model(Section):
-    """The sizes of a Llama-style decoder."""
+    """The sizes and choices of a decoder; unless told otherwise, those of Llama."""
 
     layers: Count
     hidden: Count
@@ -36,30 +46,47 @@ class Model(Section):
     kv_heads: Count = Field(
         default_factory=lambda known: known.get("heads", 1), description="key/value heads; unset: as many as heads"
     )
+    head_dim: Count = Field(
+        default_factory=lambda known: known.get("hidden", 2) // known.get("heads", 1),
+        description="size of a head; unset: hidden / heads",
+    )
     ffn: Count
     vocab: Count
     tied: bool = Field(False, description="output matrix shared with the input embedding")
     dropout: Fraction = 0.0
-    rope_theta: float = Field(10_000.0, gt=0)
+    norm: Literal["rms", "rms-plus-one", "layer"] = Field(
+        "rms", description="rms-plus-one scales by 1 + weight (Gemma); layer has mean and bias (GPT-2)"
+    )
     norm_eps: float = Field(1e-5, gt=0)
+    qk_norm: bool = Field(False, description="RMS norms of each query and key head (Qwen 3)")
+    positions: Literal["rope", "learned"] = "rope"
+    max_positions: Count = Field(1024, description="learned: rows of the table")
+    rope_theta: float = Field(10_000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
+    window: Count | None = Field(None, description="positions that attention sees, its own included; unset: all")
+    activation: Literal["silu", "gelu", "gelu-tanh"] = "silu"
+    gated: bool = Field(True, description="feed-forward of two matrices, one gating the other, and a third; or of two")
+    qkv_bias: bool = False
+    out_bias: bool = Field(False, description="bias after attention")
+    ffn_bias: bool = False
+    scaled_embedding: bool = Field(False, description="the embedding is multiplied by √hidden (Gemma)")
+    z_loss: float = Field(0.0, ge=0, description="weight of log²Σexp(logits) in the loss")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Model:
-        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+        if "head_dim" not in self.model_fields_set and (self.hidden % self.heads or self.head_dim % 2):
             raise ValueError(
                 setting("hidden", self.hidden, f"must be heads ({self.heads}) times an even head size",
                         f"use {self._near(self.hidden, 2 * self.heads)}")
             )  # fmt: skip
+        if self.head_dim % 2:
+            raise ValueError(setting("head_dim", self.head_dim, "must be even", f"use {self.head_dim + 1}"))
         if self.heads % self.kv_heads:
             raise ValueError(
                 setting("kv_heads", self.kv_heads, f"must divide heads ({self.heads})",
                         f"use one of {[n for n in range(1, self.heads + 1) if self.heads % n == 0]}")
             )  # fmt: skip
         return self
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
 
     @property
     def experts(self) -> int:

@@ -53,7 +53,7 @@ def test_what_is_left_out_has_its_default_and_key_value_heads_are_all_heads() ->
     [
         ({"optimizer": {"lrr": 1}}, "optimizer.lrr: unknown key (did you mean 'lr'?); known here: betas, clip,"),
         ({"optimiser": {"lr": 1}}, "optimiser: unknown key (did you mean 'optimizer'?)"),
-        ({"model": {"qqq": 1}}, "model.qqq: unknown key; known here: dropout"),
+        ({"model": {"qqq": 1}}, "model.qqq: unknown key; known here: activation"),
         ({"model": {"layers": 0}}, "model.layers = 0: input should be greater than or equal to 1"),
         ({"model": {"hidden": 40}}, "model.hidden = 40: must be heads (6) times an even head size; use 36"),
         ({"model": {"hidden": 18}}, "model.hidden = 18: must be heads (6) times an even head size; use 24"),
