@@ -59,16 +59,17 @@ class VocabularyCrossEntropy(nn.Module):
     """The summed loss, the same on every rank, of the stream [B, S, H] under the rows of an output matrix that this
     rank has, and labels [B, T].
 
-    As in :mod:`shoal.model.loss`, gradients are made in the forward pass, a chunk of rows at a time.
+    As in :mod:`shoal.model.loss`, gradients are made in the forward pass, a chunk of rows at a time, and the z-loss is
+    there while the module trains.
     """
 
-    def __init__(self, stream: Stream, sizes: FullSizes) -> None:
+    def __init__(self, stream: Stream, sizes: FullSizes, z_loss: float = 0.0) -> None:
         super().__init__()
-        self.stream, self.sizes = stream, sizes
+        self.stream, self.sizes, self.z_loss = stream, sizes, z_loss
 
     def forward(self, x_BSH: Tensor, weight: Tensor, labels_BT: Tensor) -> Tensor:
         # Inside a Function autograd is always off, so whether gradients are wanted must be asked here.
-        arguments = (self.stream, self.sizes, torch.is_grad_enabled())
+        arguments = (self.stream, self.sizes, self.z_loss if self.training else 0.0, torch.is_grad_enabled())
         total: Tensor = _CrossEntropy.apply(x_BSH, weight, labels_BT, *arguments)  # type: ignore[no-untyped-call]
         return total
 
@@ -76,7 +77,14 @@ class VocabularyCrossEntropy(nn.Module):
 class _CrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any, x_BSH: Tensor, weight_VH: Tensor, labels_BT: Tensor, stream: Stream, sizes: FullSizes, training: bool
+        ctx: Any,
+        x_BSH: Tensor,
+        weight_VH: Tensor,
+        labels_BT: Tensor,
+        stream: Stream,
+        sizes: FullSizes,
+        z_loss: float,
+        training: bool,
     ) -> Tensor:
         needs_x, needs_weight = (needed and training for needed in ctx.needs_input_grad[:2])
         x, labels = x_BSH.reshape(1, -1, x_BSH.shape[-1]), stream.by_part(labels_BT)
@@ -94,11 +102,14 @@ class _CrossEntropy(Function):
             label = labels[:, chunk].flatten()
             row, mine = _rows_here(label, weight_VH, sizes, stream.group)
             logits_MV = torch.mm(x_MH, weight_VH.t(), out=space[: len(x_MH)])
-            losses, scale = _exponentials(logits_MV, row, mine, stream.group)
+            losses, log_z, scale = _exponentials(logits_MV, row, mine, stream.group)
+            if z_loss:
+                losses += z_loss * log_z.square()
+                scale *= 1.0 + 2.0 * z_loss * log_z
             total += losses.masked_fill(label == IGNORED, 0.0).sum()
             if grad_x is None and grad_weight is None:
                 continue
-            # In place: the softmax, less one at the label, and zero where nothing counts.
+            # In place: the gradient of log Z, less one at the label, and zero where nothing counts.
             logits_MV.mul_(scale.masked_fill(label == IGNORED, 0.0)[:, None])
             logits_MV.scatter_add_(1, row[:, None], mine[:, None].to(logits_MV.dtype).neg_())
             if grad_x is not None:
@@ -115,13 +126,13 @@ class _CrossEntropy(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
         # The saved gradients belong to this node alone and are used once, so they may be scaled where they lie.
         return (
             None if grad_x is None else grad_x.mul_(grad),
             None if grad_weight is None else scaled_gradient(ctx.weight, grad_weight, grad),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
@@ -143,9 +154,9 @@ def _land(leaving: list[tuple[slice, Arriving]], grad_x: Tensor) -> None:
     leaving.clear()
 
 
-def _exponentials(logits_MV: Tensor, row: Tensor, mine: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Turns logits in place into exponentials; returns each row's loss [M], and the factor [M] that makes them its
-    softmax.
+def _exponentials(logits_MV: Tensor, row: Tensor, mine: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Turns logits in place into exponentials; returns each row's loss [M], the logarithm [M] of what its exponentials
+    would sum to, and the factor [M] that makes them its softmax.
 
     The exponentials are relative to this rank's largest logit; the ranks' sums are then brought to the largest of all.
     """
@@ -160,7 +171,8 @@ def _exponentials(logits_MV: Tensor, row: Tensor, mine: Tensor, group: Group) ->
     top = tops.amax(0)
     shares = (tops - top).exp()
     total = (sums * shares).sum(0)
-    return (top - labelled.sum(0)) + total.log(), shares[group.index] / total
+    log_total = total.log()
+    return (top - labelled.sum(0)) + log_total, top + log_total, shares[group.index] / total
 
 
 def _rows_here(tokens: Tensor, weight_VH: Tensor, sizes: FullSizes, group: Group) -> tuple[Tensor, Tensor]:
