@@ -6,7 +6,7 @@ import json as jsonlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from shoal import config as configuration
 from shoal.config import Config
 from shoal.errors import ConfigError, DataError, LayoutError, ShoalError, setting
 from shoal.layout import Layout
+from shoal.report.default_command import MakeByDefault
+from shoal.report.progress import progress as progress_bar
 
 if TYPE_CHECKING:
     from shoal.train.metrics import Sink
@@ -34,9 +35,17 @@ app = typer.Typer(
     help="Train language models under any parallel layout, and prove that it computes what one device would.\n\n"
     "Example: shoal train runs/quickstart.toml",
 )
+data = typer.Typer(cls=MakeByDefault, no_args_is_help=True)
+app.add_typer(
+    data,
+    name="data",
+    help="Make token stores, and look at them; all with --json.\n\n"
+    "Example: shoal data data/kjv.txt data/kjv.store --train-vocab 2048",
+)
 # Ranks that a launcher has started mostly fail alike: the first tells, the others wait for the launcher to end them.
 _FIRST_TELLS_S = 2.0
 console = Console(highlight=False, soft_wrap=True)
+_progress = partial(progress_bar, console)
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="the run file")]
 LayoutOption = Annotated[
@@ -165,53 +174,53 @@ def show_layout(
     console.print("\n" + (f"picture: {escape(str(drawn))}" if drawn is not None else "--picture draws it"))
 
 
-@app.command()
-def data(
-    text: Annotated[Path, typer.Argument(help="a .txt or .jsonl file, or a folder of them")],
+@data.command(name="make")
+def make_data(
+    text: Annotated[Path, typer.Argument(help="a .txt, .jsonl or .parquet file, or a folder of them")],
     out: Annotated[Path, typer.Argument(help="the token store to write, a new folder")],
     tokenizer: Annotated[Path | None, typer.Option(help="a tokenizer.json to use")] = None,
-    train_vocab: Annotated[
-        int | None, typer.Option(help="or: train a byte-level BPE of this many entries on the text", min=257)
-    ] = None,
+    train_vocab: Annotated[int | None, typer.Option(help="or: train a BPE of so many entries on it", min=257)] = None,
     separator: Annotated[str | None, typer.Option(help="what stands between documents of a text file")] = None,
-    field: Annotated[str, typer.Option(help="the field of a JSONL object that holds the text")] = "text",
+    field: Annotated[str | None, typer.Option(help="the field or column that holds the text; default: found")] = None,
+    template: Annotated[str | None, typer.Option(help="chatml, llama-3 or plain, for chats; default: found")] = None,
     end_of_document: Annotated[str, typer.Option(help="the token that ends a document")] = "<|endoftext|>",
     workers: Annotated[int | None, typer.Option(help="processes; default: one a CPU", min=1)] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a store that is there")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Tokenise text or JSONL into a memory-mapped token store.
+    """Tokenise text, chats, or prompts and completions into a memory-mapped token store.
 
     Example: shoal data data/kjv.txt data/kjv.store --train-vocab 2048 --separator $'\\n\\n\\n'
     """
     if (tokenizer is None) == (train_vocab is None):
         raise ConfigError("shoal data: give either --tokenizer tokenizer.json or --train-vocab N, such as 2048")
+    from shoal.report.samples import store_told
     from shoal.train.prepare import make_store
 
     with _progress(quiet=json) as progress:
         store = make_store(
-            text,
-            out,
-            tokenizer=tokenizer,
-            vocab=train_vocab,
-            separator=separator,
-            field=field,
-            end_of_document=end_of_document,
-            workers=workers,
-            overwrite=overwrite,
-            progress=progress,
-        )
-    documents = len(store.documents) - 1
-    if json:
-        counts = {"tokens": len(store), "documents": documents, "vocabulary": store.vocab}
-        typer.echo(jsonlib.dumps({"path": str(out), **counts, "fingerprint": store.fingerprint}))
-        return
-    name = escape(str(out))
-    console.print(
-        f"[bold]{name}[/]: {len(store):,} tokens in {documents:,} documents, vocabulary {store.vocab:,}\n"
-        f'next: set path = "{name}" under \\[data] in a run file, with model.vocab at least {store.vocab}, '
-        "and shoal train it"
-    )
+            text, out, tokenizer=tokenizer, vocab=train_vocab, separator=separator, field=field, template=template,
+            end_of_document=end_of_document, workers=workers, overwrite=overwrite, progress=progress,
+        )  # fmt: skip
+    console.print(store_told(store)) if not json else typer.echo(jsonlib.dumps(store.as_json()))
+
+
+@data.command(name="inspect")
+def inspect_data(
+    path: Annotated[Path, typer.Argument(metavar="STORE_OR_RUN", help="a token store, a run file or a run's folder")],
+    count: Annotated[int, typer.Option("-n", help="documents or samples to show", min=0)] = 3,
+    step: Annotated[int | None, typer.Option(help="the step of a run, from 0", min=0)] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show documents of a store, or the samples of a step, as text: what counts in the loss in colour.
+
+    Example: shoal data inspect runs/quickstart.toml --step 7
+    """
+    from shoal.report.samples import look_told
+    from shoal.train.samples import look
+
+    found = look(path, count, step)
+    console.print(look_told(found, console)) if not json else typer.echo(jsonlib.dumps(found.as_json()))
 
 
 @app.command(name="generate")
@@ -258,6 +267,47 @@ def inspect(
         typer.echo(jsonlib.dumps(found.as_json()))
     else:
         console.print(found.table())
+
+
+@app.command(name="import")
+def import_folder(
+    folder: Annotated[Path, typer.Argument(metavar="HF_DIR", help="a Hugging Face folder: config.json, safetensors")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="the new folder")],
+    json: JsonOption = False,
+) -> None:
+    """Make a checkpoint and a run file of a Hugging Face model: Llama, Mistral, Qwen 2 and 3, Gemma, GPT-2.
+
+    Example: shoal import SmolLM2-135M out/smollm2
+    """
+    from shoal.train.importing import import_hf
+
+    if not json:
+        console.print(f"reading {escape(str(folder))} into {escape(str(out))}, a new folder")
+    with _progress(quiet=json) as progress:
+        made = import_hf(folder, out, progress)
+    typer.echo(jsonlib.dumps(made.as_json()) if json else made.told())
+
+
+@app.command(name="export")
+def export_folder(
+    checkpoint: Annotated[Path, typer.Argument(help="a run's folder, or one of its checkpoints")],
+    out: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="the new Hugging Face folder")],
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, float16 or float64; default: as it is stored")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Write a checkpoint as a folder that transformers loads.
+
+    Example: shoal export out/smollm2-tuned smollm2-tuned-hf --dtype bfloat16
+    """
+    from shoal.train.exporting import export_hf
+
+    if not json:
+        console.print(f"writing {escape(str(checkpoint))} to {escape(str(out))}, a new folder")
+    with _progress(quiet=json) as progress:
+        made = export_hf(checkpoint, out, progress, dtype=dtype)
+    typer.echo(jsonlib.dumps(made.as_json()) if json else made.told())
 
 
 def main() -> None:
@@ -335,21 +385,6 @@ def _watch(config: Config, json: bool) -> Sequence[Sink]:
     from shoal.train.metrics import JsonLines
 
     return [JsonLines(sys.stdout, only=("step",))] if json else [ConsoleSink(config)]
-
-
-@contextmanager
-def _progress(quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar for work measured in bytes, where a person is watching."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done, total=total)
-
-        yield show
 
 
 @contextmanager
