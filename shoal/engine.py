@@ -342,7 +342,7 @@ def _check_module(module: nn.Module) -> None:
             raise ConfigError(f"Engine: {name} has no shape yet; run the module once before")
         if parameter.is_complex():
             raise ConfigError(f"Engine: {name} is complex; keep its real and imaginary parts as two parameters")
-        if getattr(parameter, "sink", None) is not None:
+        if getattr(parameter, "main", None) is not None:
             raise ConfigError(f"Engine: {name} belongs to another engine; build another module")
     for name, child in module.named_modules():
         if getattr(child, "sparse", False):

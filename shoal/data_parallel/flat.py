@@ -13,7 +13,8 @@ from shoal.errors import ConfigError
 
 class Flat:
     """``params`` and ``grads`` are the whole bucket, flat; ``own_params``, ``own_grads`` and the optimizer's ``states``
-    are this rank's part of it. A bucket that does not train (``trains``) has parameters alone.
+    are this rank's part of it. A bucket that does not train (``trains``) has parameters alone, and one whose gradients
+    nobody shares (``grads`` is then empty) leaves them where autograd makes them.
 
     The parameters' own data become views of ``params`` and take their initial values. What is not kept whole
     (``keep_params``, ``keep_grads``) loses its memory in :meth:`release_whole`; views of it that were made before stay
@@ -24,8 +25,9 @@ class Flat:
         self, bucket: Bucket, states: Sequence[str], *, keep_params: bool, keep_grads: bool, trains: bool = True
     ) -> None:
         self.bucket = bucket
-        alone = len(bucket.shard) == 1  # nothing to divide
-        self.keep_params, self.keep_grads = keep_params or alone, keep_grads or alone
+        undivided = len(bucket.shard) == 1
+        self.keep_params, self.keep_grads = keep_params or undivided, keep_grads or undivided
+        self.buffered = trains and not bucket.alone
         self.params = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
         with torch.no_grad():
             for slot in bucket.slots:
@@ -33,8 +35,8 @@ class Flat:
                 slot.held.parameter.data = slot.of(self.params)
         mine = slice(bucket.low, bucket.high)
         self.own_params = self.params[mine]
-        self.grads = torch.zeros_like(self.params) if trains else self.params.new_empty(0)
-        self.own_grads = self.grads[mine] if trains else self.grads
+        self.grads = torch.zeros_like(self.params) if self.buffered else self.params.new_empty(0)
+        self.own_grads = self.grads[mine] if self.buffered else self.grads
         self.states = {name: torch.zeros_like(self.own_params) for name in states} if trains else {}
 
     def release_whole(self) -> None:

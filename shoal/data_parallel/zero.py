@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Pending, start_all_gather, start_reduce_scatter
+from shoal.data_parallel.entry import Main
 from shoal.data_parallel.flat import Flat, close, is_open, open_
-from shoal.data_parallel.sync import Main, Sharing, Sync
+from shoal.data_parallel.sync import Sharing, Sync
 from shoal.local import LocalParameter
 from shoal.mesh import Mesh
 
@@ -86,6 +87,7 @@ class Zero(Sync):
             self._add_squares(number)
 
     def updated(self) -> None:
+        super().updated()
         gathers = [
             start_all_gather(flat.params, flat.own_params, group, "parameters")
             for flat, group in zip(self.flats, self._shards, strict=False)
@@ -173,6 +175,7 @@ class ZeroThree(Zero):
                 main.entered, main.held.parameter.grad = False, None
 
     def updated(self) -> None:
+        Sync.updated(self)
         self.release()
 
     def release(self) -> None:
