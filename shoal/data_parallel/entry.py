@@ -73,8 +73,11 @@ class Main:
             self.gradient.addcmul_(gradient, scale)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add leftᵀ·right, computed into the buffer (see :mod:`shoal.model.linear`)."""
-        if self.enter():
+        """Add leftᵀ·right, computed into the buffer if that has its precision (see :mod:`shoal.model.linear`)."""
+        first = self.enter()
+        if self.gradient.dtype != left.dtype:
+            self.gradient.copy_(left.t() @ right) if first else self.gradient.add_(left.t() @ right)
+        elif first:
             torch.mm(left.t(), right, out=self.gradient)
         else:
             self.gradient.addmm_(left.t(), right)

@@ -36,6 +36,8 @@ class Sharing:
     size: int = 1
     keep_params: bool = True
     keep_grads: bool = True
+    half_grads: bool = False
+    """Whether the gradients of parameters in half precision add up in that precision; else they do in float32."""
     cap_bytes: int = BUCKET_BYTES
     """Of a bucket: as large as that if its units are not larger."""
 
@@ -101,8 +103,11 @@ class Sync:
         self._norm_group = self._fewest_for_the_norm()
 
     def _flat(self, bucket: Bucket, states: Sequence[str], *, trains: bool = True) -> Flat:
-        keep_params, keep_grads = self._sharing.keep_params, self._sharing.keep_grads
-        return Flat(bucket, states, keep_params=keep_params, keep_grads=keep_grads, trains=trains)
+        sharing = self._sharing
+        keep_params, keep_grads, half_grads = sharing.keep_params, sharing.keep_grads, sharing.half_grads
+        return Flat(
+            bucket, states, keep_params=keep_params, keep_grads=keep_grads, half_grads=half_grads, trains=trains
+        )
 
     # ---- a step, in the order in which it happens
 
@@ -151,7 +156,8 @@ class Sync:
         """Another pass will add to the gradients of ``unit``: autograd does so in place, while the cache has them."""
         for main in self._of_unit[unit]:
             if main.buffered:
-                main.held.parameter.grad = main.gradient if main.entered else None
+                alike = main.gradient.dtype == main.held.parameter.dtype
+                main.held.parameter.grad = main.gradient if main.entered and alike else None
 
     def reduce(self) -> None:
         """Every gradient of the step has entered: send what has not been sent."""
@@ -173,6 +179,12 @@ class Sync:
         """The optimizer has updated this rank's part of the parameters, and the gradients have served."""
         for main in self._mains:
             main.begin()
+        self.published()
+
+    def published(self) -> None:
+        """The masters have new values: have the model compute with them."""
+        for flat in self.flats:
+            flat.publish()
 
     def release(self) -> None:
         """A pass without gradients is over, or a step was cut short."""
@@ -188,24 +200,23 @@ class Sync:
         if flat.buffered:
             for start, stop, decay in flat.bucket.own_decay_runs():
                 states = {name: state[start:stop] for name, state in flat.states.items()}
-                yield Run(
-                    flat.own_params[start:stop], partial(flat.own_grads.__getitem__, slice(start, stop)), states, decay
-                )
+                grads = partial(flat.own_grads.__getitem__, slice(start, stop))
+                yield Run(flat.masters[start:stop], grads, states, decay)
         else:
             for main, slot in zip(self._of_bucket[number], flat.bucket.slots, strict=True):
                 states = {name: slot.of(state) for name, state in flat.states.items()}
-                yield Run(slot.of(flat.own_params), partial(getattr, main, "gradient"), states, main.held.decays)
+                yield Run(slot.of(flat.masters), partial(getattr, main, "gradient"), states, main.held.decays)
 
     def weights(self) -> Iterator[Fragment]:
         """What this rank holds of every weight, frozen ones too."""
         for one in self.frozen:
             yield from one.fragments("weight", one.parameter.detach())
         for flat in (*self.flats, *self.frozen_flats):
-            if flat.keep_params:
+            if flat.keep_params and not flat.mixed:
                 for slot in flat.bucket.slots:
                     yield from slot.held.fragments("weight", slot.of(flat.params))
             else:
-                yield from flat.bucket.own_fragments("weight", flat.own_params, self._divide)
+                yield from flat.bucket.own_fragments("weight", flat.masters, self._divide)
 
     def states(self) -> Iterator[Fragment]:
         """What this rank holds of every optimizer state."""

@@ -86,8 +86,8 @@ class Zero(Sync):
                 pending.wait()
             self._add_squares(number)
 
-    def updated(self) -> None:
-        super().updated()
+    def published(self) -> None:
+        super().published()
         gathers = [
             start_all_gather(flat.params, flat.own_params, group, "parameters")
             for flat, group in zip(self.flats, self._shards, strict=False)
@@ -174,8 +174,8 @@ class ZeroThree(Zero):
             for main in self._of_bucket[number]:
                 main.entered, main.held.parameter.grad = False, None
 
-    def updated(self) -> None:
-        Sync.updated(self)
+    def published(self) -> None:
+        Sync.published(self)
         self.release()
 
     def release(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,25 +65,38 @@ class Updater:
         returned."""
         lr = self._lr * rate
         if self._optimizer is not None:
-            for params, run in zip(self._params, self._runs, strict=True):
-                params.grad = run.grads()
-            self._scale(self._optimizer, [run.grads() for run in self._runs], factor)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)  # it is not to keep them
+            for together in self._at_once():
+                self._step(self._optimizer, together, factor)
         return lr
 
-    def _scale(self, optimizer: Any, grads: list[Tensor], factor: float) -> None:
-        """Have the gradients multiplied by ``factor``: by the fused kernels as they read them, which saves a pass over
-        memory (the attributes are those that PyTorch's GradScaler sets); they take the factor in float32 only, so other
+    def _at_once(self) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
+        """All runs with their gradients; but those whose gradients are in lower precision one by one, as each needs a
+        copy."""
+        given = [(params, run.grads()) for params, run in zip(self._params, self._runs, strict=True)]
+        yield [(params, grads) for params, grads in given if grads.dtype == params.dtype]
+        for params, grads in given:
+            if grads.dtype != params.dtype:
+                yield [(params, grads.to(params.dtype))]
+
+    def _step(self, optimizer: Any, together: list[tuple[nn.Parameter, Tensor]], factor: float) -> None:
+        """Update some runs. The fused kernels multiply gradients by ``factor`` as they read them, which saves a pass
+        over memory (the attributes are those that PyTorch's GradScaler sets); they take it in float32 only, so other
         dtypes are multiplied here."""
-        inside = factor not in (0.0, 1.0) and all(each.dtype == torch.float32 for each in grads)
-        device = grads[0].device
+        if not together:
+            return
+        for params, grads in together:
+            params.grad = grads
+        inside = factor not in (0.0, 1.0) and all(grads.dtype == torch.float32 for _, grads in together)
+        device = together[0][1].device
         optimizer.grad_scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=device) if inside else None
         optimizer.found_inf = torch.zeros((), dtype=torch.float32, device=device) if inside else None
         if factor != 1.0 and not inside:
-            torch._foreach_mul_(grads, factor)
+            torch._foreach_mul_([grads for _, grads in together], factor)
+        optimizer.step()
+        for params, _ in together:
+            params.grad = None  # a run without one is left out of the next step
 
     def set_steps(self, steps: int) -> None:
         """How many updates the states stand for (AdamW's bias correction counts them)."""
