@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.buckets import BUCKET_BYTES
-from shoal.data_parallel.sync import WHOLE, Sharing, Sync
+from shoal.data_parallel.sync import Sharing, Sync
 from shoal.data_parallel.zero import Zero, ZeroThree
 from shoal.errors import LayoutError, setting
 from shoal.layout import Layout
@@ -112,10 +112,11 @@ def run_of(layout: Layout, task: Task, unit: int, stage: int) -> Callable[[Tenso
 
 
 def sharing_of(layout: Layout) -> Sharing:
-    """``zero``: what replicas divide, and over how many."""
+    """``zero`` and ``dtype``: what replicas divide, over how many, and the precision of gradients."""
     if not layout.zero:
-        return WHOLE
+        return Sharing(half_grads=layout.half_grads)
     return Sharing(
+        half_grads=layout.half_grads,
         size=layout.zero_group or layout.dp * layout.cp,
         keep_params=layout.zero < 3,
         keep_grads=layout.zero < 2,
@@ -135,7 +136,7 @@ def sync_of(
     frozen = [one for one in held if not one.parameter.requires_grad]
     match layout.zero:
         case 0:
-            return AllReduce(trained, frozen, states, mesh)
+            return AllReduce(trained, frozen, states, mesh, sharing_of(layout))
         case 1 | 2:
             return Zero(trained, frozen, states, mesh, sharing_of(layout))
         case _:

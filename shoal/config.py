@@ -194,6 +194,9 @@ class Optimizer(Section):
     momentum: Fraction = Field(0.0, description="sgd")
     weight_decay: float = Field(0.1, ge=0, description="on matrices; vectors never decay")
     clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0 leaves gradients alone")
+    skips: Interval = Field(
+        10, description="steps in a row that may update nothing because a gradient is not finite; then the run ends"
+    )
 
 
 class Schedule(Section):

@@ -36,10 +36,14 @@ from shoal.model.decoder import Decoder
 from shoal.model.generate import Decode
 from shoal.model.task import PlainTask, Task
 from shoal.optim.clip import clip_factor
+from shoal.optim.loss_scale import LossScale
 from shoal.optim.optimizers import Updater, state_names
 from shoal.pipeline.executor import Executor, Handlers, Stage
 from shoal.pipeline.lines import Lines
 from shoal.placement import Fragment
+
+_META = "engine"
+"""Where the engine keeps its own numbers among those that a checkpoint remembers."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class StepResult:
     """One finished optimizer step.
 
     ``loss`` is the mean over the ``weight`` positions (or samples) of the whole step, all ranks together;
-    ``grad_norm`` that of all gradients before clipping; ``lr`` the rate that was applied.
+    ``grad_norm`` that of all gradients before clipping; ``lr`` the rate that was applied: 0 where the step was
+    ``skipped``, because a gradient was not finite.
     """
 
     step: int
@@ -55,6 +60,7 @@ class StepResult:
     grad_norm: float
     lr: float
     weight: float
+    skipped: bool = False
 
 
 class Engine:
@@ -86,7 +92,9 @@ class Engine:
         self.optimizer, self.rate, self.seed = optimizer or Optimizer(), rate, seed
         self.task = _as_task(model, loss, weight)
         _check_module(self.task.module)
-        self.steps_done = 0
+        self.steps_done, self.skipped = 0, 0
+        """Steps taken, and how many of them had gradients that were not finite and updated nothing."""
+        self._skipped_in_a_row = 0
         self._cut_short, self._samples_checked = False, False
         self.on_gradients: Callable[[], None] = lambda: None
         """Called when gradients are reduced and not yet clipped: the moment at which they can be compared."""
@@ -129,6 +137,7 @@ class Engine:
         uses = {unit: [names[parameter] for parameter in used[unit]] for unit in mine}
         self._sync = sync_of(self.layout, held, state_names(self.optimizer), mesh, uses)
         self._updater = Updater(self.optimizer, self._sync.runs())
+        self._loss_scale = LossScale(dynamic=any(one.parameter.dtype == torch.float16 for one in held))
         self._buffers = [buffer for _, buffer in persistent_buffers(module)]
         # The Program, and what its actions mean.
         self._interpreter = interpreter
@@ -161,7 +170,7 @@ class Engine:
 
         def scale() -> Tensor:
             agreed.wait()
-            return torch.where(weight > 0, 1.0 / weight, 0.0)
+            return torch.where(weight > 0, self._loss_scale.value / weight, 0.0)
 
         contexts = self._contexts(seed=self.seed, step=self.steps_done, train=True)
         try:
@@ -177,7 +186,7 @@ class Engine:
         self.steps_done += 1
         counted = weight.item()
         mean = loss.item() / counted if counted else 0.0
-        return StepResult(self.steps_done, mean, self._grad_norm, self._lr, counted)
+        return StepResult(self.steps_done, mean, self._grad_norm, self._lr, counted, skipped=self._skipped_in_a_row > 0)
 
     def evaluate(self, batch: Batch) -> tuple[float, float]:
         """(summed loss, weight) over the samples of all ranks, without training; batches add up before dividing."""
@@ -217,7 +226,8 @@ class Engine:
         that many of the newest remain.
         """
         self.drain()
-        return checkpoint.save(folder, self.steps_done, self.fragments(), meta or {}, self.world, keep)
+        kept = {**(meta or {}), _META: {"skipped": self.skipped, **self._loss_scale.state()}}
+        return checkpoint.save(folder, self.steps_done, self.fragments(), kept, self.world, keep)
 
     def load(self, path: Path, *, states: bool = True) -> dict[str, Any]:
         """Read a checkpoint into what this rank holds; returns the ``meta`` that was saved with it.
@@ -228,11 +238,14 @@ class Engine:
         self.drain()
         wanted = [one for one in self.fragments() if states or one.kind == "weight"]
         step, meta = checkpoint.load(path, wanted, self.world)
+        self._sync.published()
         if not states:
             for fragment in self._sync.states():
                 fragment.tensor.zero_()
-        self.steps_done = step if states else 0
-        self._updater.set_steps(self.steps_done)
+        own = meta.pop(_META, {}) if states else {}
+        self.steps_done, self.skipped = step if states else 0, own.get("skipped", 0)
+        self._loss_scale.restore(own)
+        self._updater.set_steps(self.steps_done - self.skipped)
         return meta
 
     def fragments(self) -> list[Fragment]:
@@ -242,23 +255,37 @@ class Engine:
         return [*found, *self._sync.weights(), *self._sync.states()]
 
     def gradients(self) -> list[Fragment]:
-        """What this rank holds of every gradient: meaningful while ``on_gradients`` runs."""
+        """What this rank holds of every gradient: meaningful while ``on_gradients`` runs. Under fp16 the loss scale is
+        in them."""
         return list(self._sync.gradients())
 
     def _norm(self) -> None:
         self._sync.finish()
         self.on_gradients()
-        self._grad_norm = self._sync.norm()
+        self._grad_norm = self._sync.norm() / self._loss_scale.value
 
     def _update(self) -> None:
-        if not isfinite(self._grad_norm):  # known to all ranks alike, and nothing has been updated
-            raise Diverged(
-                f"step {self.steps_done + 1}: the gradient norm is {self._grad_norm}; nothing was updated. Go on from "
-                f"the last checkpoint with a lower optimizer.lr (it is {self.optimizer.lr}) or a longer warm-up"
-            )
-        factor = clip_factor(self._grad_norm, self.optimizer.clip)
-        self._lr = self._updater.update(self.rate(self.steps_done), factor)
+        finite = isfinite(self._grad_norm)  # known to all ranks alike
+        if finite:
+            factor = clip_factor(self._grad_norm, self.optimizer.clip) / self._loss_scale.value
+            self._lr = self._updater.update(self.rate(self.steps_done), factor)
+            self._skipped_in_a_row = 0
+        else:
+            self._lr = 0.0
+            self._skip()
+        self._loss_scale.saw(finite)
         self._sync.updated()
+
+    def _skip(self) -> None:
+        """A gradient was not finite on some rank: no rank updates anything."""
+        if self._skipped_in_a_row == self.optimizer.skips:
+            raise Diverged(
+                f"step {self.steps_done + 1}: the gradient norm is {self._grad_norm}; nothing was updated "
+                f"({self._skipped_in_a_row + 1} steps in a row). Go on from the last checkpoint with a lower "
+                f"optimizer.lr (it is {self.optimizer.lr}) or a longer warm-up"
+            )
+        self._skipped_in_a_row += 1
+        self.skipped += 1
 
     def _contexts(self, **options: Any) -> Callable[[Batch], Any]:
         """Makes the context of a micro-batch, as far as it is this rank's."""
@@ -342,7 +369,7 @@ def _check_module(module: nn.Module) -> None:
             raise ConfigError(f"Engine: {name} has no shape yet; run the module once before")
         if parameter.is_complex():
             raise ConfigError(f"Engine: {name} is complex; keep its real and imaginary parts as two parameters")
-        if getattr(parameter, "sink", None) is not None:
+        if getattr(parameter, "main", None) is not None:
             raise ConfigError(f"Engine: {name} belongs to another engine; build another module")
     for name, child in module.named_modules():
         if getattr(child, "sparse", False):

@@ -44,16 +44,16 @@ class LocalParameter:
     placement: Placement
     holders: tuple[Holders, ...]
     role: Role = REPLICATED
-    drawn: Callable[[], Tensor] | None = field(default=None, compare=False, repr=False)
+    drawn: Callable[[torch.dtype], Tensor] | None = field(default=None, compare=False, repr=False)
 
     @property
     def decays(self) -> bool:
         """Weight decay acts on matrices and not on vectors: norms and biases are not to shrink."""
         return self.parameter.ndim > 1
 
-    def values(self) -> Tensor:
-        """The parameter's values, drawn now if nobody has yet."""
-        return self.parameter.detach() if self.drawn is None else self.drawn()
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The parameter's values in ``dtype``, drawn now if nobody has yet."""
+        return self.parameter.detach().to(dtype) if self.drawn is None else self.drawn(dtype)
 
     def fragments(self, kind: str, local: Tensor) -> list[Fragment]:
         """The pieces of ``local``, a tensor that lies as the parameter does."""
@@ -128,9 +128,9 @@ def allot(
     return [made.get(one.parameter, one) for one in parameters]
 
 
-def _draw(one: LocalParameter, seed: int, device: torch.device) -> Callable[[], Tensor]:
-    def draw() -> Tensor:
-        values = torch.empty(one.placement.shape, dtype=one.parameter.dtype)
+def _draw(one: LocalParameter, seed: int, device: torch.device) -> Callable[[torch.dtype], Tensor]:
+    def draw(dtype: torch.dtype) -> Tensor:
+        values = torch.empty(one.placement.shape, dtype=dtype)
         init.fill(values, one.placement, seed, one.role.std)
         return values.to(device)
 
@@ -146,7 +146,7 @@ def materialise(
 
 def settle(one: LocalParameter) -> LocalParameter:
     """Give a parameter memory of its own, with its values."""
-    one.parameter.data = one.values()
+    one.parameter.data = one.values(one.parameter.dtype)
     return replace(one, drawn=None)
 
 

@@ -128,16 +128,17 @@ def test_what_is_allotted_has_its_shape_and_no_memory_until_it_is_settled(tied: 
     expected = made(other)
     assert [one.name for one in allotted] == list(expected)
     for one in allotted:
+        dtype = one.parameter.dtype
         assert model.get_parameter(one.name) is one.parameter
         assert one.parameter.shape == expected[one.name].parameter.shape
         assert one.parameter.untyped_storage().nbytes() == 4
         assert one.parameter.requires_grad == (one.name != "blocks.1.ffn.down.weight")
-        assert torch.equal(one.values(), expected[one.name].values())
-        assert torch.equal(one.values(), expected[one.name].parameter)
+        assert torch.equal(one.values(dtype), expected[one.name].values(dtype))
+        assert torch.equal(one.values(dtype), expected[one.name].parameter)
         settled = settle(one)
         assert settled.parameter is one.parameter
-        assert torch.equal(one.parameter, settled.values())
-        assert settled.values().data_ptr() == one.parameter.data_ptr(), "its own from now on"
+        assert torch.equal(one.parameter, settled.values(dtype))
+        assert settled.values(dtype).data_ptr() == one.parameter.data_ptr(), "its own from now on"
     assert (model.head.out.weight is model.embed.table.weight) == tied
 
 

@@ -56,7 +56,6 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--layout", "tp=4:3d"], ["layout.tp = 4:3d", "use tp=1:3d or tp=8:3d"]),
         (["--layout", "pp=2:zb-h1"], ["pipeline schedule zb-h1 is not built yet", "pp=N:gpipe|1f1b"]),
         (["--layout", "zero=3,offload=params:cpu"], ["offload params:cpu is not built yet", "zero=1|2|3"]),
-        (["--layout", "dp=2,dtype=bf16"], ["layout.dtype = bf16: precision bf16 is not built yet"]),
         (["--layout", "tp=4"], ["layout.tp = 4: 6 attention heads do not divide over 4 ranks", "use tp=3 or tp=6"]),
         (["--layout", "tp=4:1d-sp"], ["layout.tp = 4:1d-sp: 6 attention heads", "use tp=3:1d-sp or tp=6:1d-sp"]),
         (["--layout", "pp=4"], ["layout.pp = 4: 4 stages are more than the model's 3 layers", "use pp=3"]),

@@ -43,6 +43,7 @@ class Group:
     ledger: Ledger = field(repr=False, compare=False)
     handles: Mapping[tuple[tuple[int, ...], str], Handle] = field(repr=False, compare=False)
     channel: str = ""
+    backend: str = "gloo"
 
     @property
     def size(self) -> int:
@@ -67,8 +68,9 @@ class Group:
 class World:
     """This process among the ranks of a run.
 
-    ``rank`` of ``size`` processes, ``device`` for its tensors, ``ledger`` for the words it receives. Use it as a
-    context manager, or call :meth:`close`.
+    ``rank`` of ``size`` processes, ``device`` for its tensors, ``ledger`` for the words it receives. ``backend``
+    carries messages: NCCL between GPUs, gloo between CPUs and where several ranks share a GPU (``shared``), which NCCL
+    refuses. Use it as a context manager, or call :meth:`close`.
     """
 
     def __init__(
@@ -78,11 +80,13 @@ class World:
         store: dist.Store | None = None,
         *,
         device: torch.device | None = None,
+        shared: bool = False,
         timeout_s: float = TIMEOUT_S,
         name: str = "shoal",
     ) -> None:
         self.rank, self.size = rank, size
         self.device = device or torch.device("cpu")
+        self.backend = "nccl" if self.device.type == "cuda" and not shared else "gloo"
         self.ledger = Ledger()
         self._timeout = timedelta(seconds=timeout_s)
         self._handles: dict[tuple[tuple[int, ...], str], Handle] = {}
@@ -93,12 +97,12 @@ class World:
             # A prefix of its own per start: ranks restarted on a kept store would read their dead peers' addresses.
             self._store = dist.PrefixStore(name, store)
             dist.init_process_group(
-                "nccl" if self.device.type == "cuda" else "gloo",
+                self.backend,
                 store=self._store,
                 rank=rank,
                 world_size=size,
                 timeout=self._timeout,
-                device_id=self.device if self.device.type == "cuda" else None,
+                device_id=self.device if self.backend == "nccl" else None,
             )
             # A rank that left at once would cut off peers that are still connecting.
             dist.barrier()
@@ -115,7 +119,7 @@ class World:
         assert list(ranks) == sorted(set(ranks)), f"ranks must ascend: {ranks}"
         if len(ranks) > 1 and (ranks, channel) not in self._handles:
             self._handles[ranks, channel] = self._connect(ranks, channel)
-        return Group(ranks, axis, self.rank, self.ledger, self._handles, channel)
+        return Group(ranks, axis, self.rank, self.ledger, self._handles, channel, self.backend)
 
     def open_groups(self, wanted: Iterable[tuple[tuple[int, ...], str]]) -> None:
         """Make several groups, in one order on all ranks, so that overlapping groups cannot wait for each other."""
@@ -131,7 +135,7 @@ class World:
         assert self._store is not None
         store = dist.PrefixStore(f"group/{channel}/" + "-".join(map(str, ranks)), self._store)
         place = ranks.index(self.rank)
-        if self.device.type == "cuda":
+        if self.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
             return dist.ProcessGroupNCCL(store, place, len(ranks), options)
@@ -184,6 +188,8 @@ def init(*, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> World:
     keep_freed_memory()
     rank, size, local = _launched()
     where = pick_device(device, local)
+    here = next((os.environ[name] for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE") if name in os.environ), "")
+    shared = share_a_gpu(where, int(here) if here.isdigit() else size)
     if size == 1:
         return World(device=where, timeout_s=timeout_s)
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
@@ -205,7 +211,7 @@ def init(*, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> World:
         wait_for_workers=False,
     )
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return World(rank, size, store, device=where, timeout_s=timeout_s, name=f"shoal/{start}")
+    return World(rank, size, store, device=where, shared=shared, timeout_s=timeout_s, name=f"shoal/{start}")
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
@@ -217,6 +223,11 @@ def pick_device(name: str, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def share_a_gpu(device: torch.device, ranks: int) -> bool:
+    """Whether some of the ``ranks`` of a host, each on the GPU of its number, have one between them."""
+    return device.type == "cuda" and ranks > torch.cuda.device_count()
 
 
 def _launched() -> tuple[int, int, int]:

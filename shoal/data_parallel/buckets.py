@@ -67,6 +67,11 @@ class Bucket:
         self.low, self.high = part * each, part * each + each
 
     @property
+    def alone(self) -> bool:
+        """Whether no other rank has a part in the bucket's gradients."""
+        return _alone(part.division for part in self.ranges)
+
+    @property
     def spans_stages(self) -> bool:
         """Whether ranks of several pipeline stages sum the bucket, as they do a tied embedding."""
         return any(part.division.across_stages for part in self.ranges)
@@ -105,8 +110,8 @@ def build_buckets(
 ) -> list[Bucket]:
     """Buckets in the order in which the backward pass completes them: the same on every rank that holds the same.
 
-    Whole units are put together until a bucket would exceed ``cap_bytes``; parameters of other dtypes or other holders
-    never mix, and one that several stages share is alone.
+    Whole units are put together until a bucket would exceed ``cap_bytes``, if it is sent at all; parameters of other
+    dtypes or other holders never mix, and one that several stages share is by itself.
     """
     alike: dict[tuple[torch.dtype, tuple[Holders, ...]], list[LocalParameter]] = defaultdict(list)
     buckets = []
@@ -115,8 +120,9 @@ def build_buckets(
             buckets.append(Bucket([one], divide))  # each stage has an order of its own
         else:
             alike[one.parameter.dtype, tuple(dict.fromkeys(one.holders))].append(one)
-    for members in alike.values():
-        buckets += _fill(members, divide, cap_bytes)
+    for (_, holders), members in alike.items():
+        sent = not _alone(divide(who) for who in holders)
+        buckets += _fill(members, divide, cap_bytes if sent else 0)
     return sorted(buckets, key=lambda one: (-min(one.units), one.name))
 
 
@@ -133,6 +139,10 @@ def _fill(members: Sequence[LocalParameter], divide: Callable[[Holders], Divisio
         waiting += together
         size += more
     yield Bucket(waiting, divide)
+
+
+def _alone(divisions: Iterable[Division]) -> bool:
+    return all(len(each.shard) == len(each.cross) == 1 for each in divisions)
 
 
 def _ranges(slots: Iterable[Slot], divide: Callable[[Holders], Division]) -> list[Range]:

@@ -12,8 +12,15 @@ from shoal.errors import ConfigError
 
 
 class Flat:
-    """``params`` and ``grads`` are the whole bucket, flat; ``own_params``, ``own_grads`` and the optimizer's ``states``
-    are this rank's part of it. A bucket that does not train (``trains``) has parameters alone.
+    """``params`` and ``grads`` are the whole bucket, flat; ``own_params``, ``own_grads``, ``masters`` and the
+    optimizer's ``states`` are this rank's part of it.
+
+    The optimizer works on ``masters``: the parameters themselves, or, where those are in half precision, float32 copies
+    that hold what half precision would round away (mixed precision, Micikevicius et al. 2018). Gradients add up in
+    float32 too, unless ``half_grads`` leaves them in the precision of the parameters.
+
+    A bucket that does not train (``trains``) has parameters alone, and one whose gradients nobody shares (``grads`` is
+    then empty, ``buffered`` false) leaves them where autograd makes them.
 
     The parameters' own data become views of ``params`` and take their initial values. What is not kept whole
     (``keep_params``, ``keep_grads``) loses its memory in :meth:`release_whole`; views of it that were made before stay
@@ -21,31 +28,56 @@ class Flat:
     """
 
     def __init__(
-        self, bucket: Bucket, states: Sequence[str], *, keep_params: bool, keep_grads: bool, trains: bool = True
+        self,
+        bucket: Bucket,
+        states: Sequence[str],
+        *,
+        keep_params: bool,
+        keep_grads: bool,
+        half_grads: bool = False,
+        trains: bool = True,
     ) -> None:
         self.bucket = bucket
-        alone = len(bucket.shard) == 1  # nothing to divide
-        self.keep_params, self.keep_grads = keep_params or alone, keep_grads or alone
-        self.params = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
-        with torch.no_grad():
-            for slot in bucket.slots:
-                slot.of(self.params).copy_(slot.held.values())
-                slot.held.parameter.data = slot.of(self.params)
+        undivided = len(bucket.shard) == 1
+        self.keep_params, self.keep_grads = keep_params or undivided, keep_grads or undivided
+        wide = torch.promote_types(bucket.dtype, torch.float32)
+        self.grad_dtype = bucket.dtype if half_grads else wide
+        self.mixed = trains and wide != bucket.dtype
+        self.buffered = trains and not (bucket.alone and self.grad_dtype == bucket.dtype)
         mine = slice(bucket.low, bucket.high)
+        exact = self._initial(wide if self.mixed else bucket.dtype)
+        self.params = exact.to(bucket.dtype)
+        for slot in bucket.slots:
+            slot.held.parameter.data = slot.of(self.params)
         self.own_params = self.params[mine]
-        self.grads = torch.zeros_like(self.params) if trains else self.params.new_empty(0)
-        self.own_grads = self.grads[mine] if trains else self.grads
-        self.states = {name: torch.zeros_like(self.own_params) for name in states} if trains else {}
+        self.masters = exact[mine].clone() if self.mixed else self.own_params
+        self.grads = torch.zeros_like(self.params, dtype=self.grad_dtype) if self.buffered else self.params.new_empty(0)
+        self.own_grads = self.grads[mine] if self.buffered else self.grads
+        self.states = {name: torch.zeros_like(self.masters) for name in states} if trains else {}
+
+    def _initial(self, dtype: torch.dtype) -> Tensor:
+        values = torch.zeros(self.bucket.size, dtype=dtype, device=self.bucket.device)
+        with torch.no_grad():
+            for slot in self.bucket.slots:
+                slot.of(values).copy_(slot.held.values(dtype))
+        return values
 
     def release_whole(self) -> None:
         """From here on, what is not kept whole is only this rank's part, except between :func:`open_` and
         :func:`close`."""
         if not self.keep_params:
             self.own_params = self.own_params.clone()
+            if not self.mixed:
+                self.masters = self.own_params
             close(self.params)
         if not self.keep_grads:
             self.own_grads = self.own_grads.clone()
             close(self.grads)
+
+    def publish(self) -> None:
+        """What the optimizer has made of the masters is what the model computes with."""
+        if self.mixed:
+            self.own_params.copy_(self.masters)
 
     def check_views(self) -> None:
         """Raise :class:`ConfigError` unless the parameters still are views of the buffer."""

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from shoal.comm.collectives import Pending, all_reduce, start_all_reduce
 from shoal.comm.world import Group
-from shoal.data_parallel.buckets import BUCKET_BYTES, Bucket, Slot, build_buckets
+from shoal.data_parallel.buckets import BUCKET_BYTES, Bucket, build_buckets
+from shoal.data_parallel.entry import Main, late
 from shoal.data_parallel.flat import Flat, is_open, open_
 from shoal.errors import ConfigError
 from shoal.local import LocalParameter, settle
@@ -28,47 +29,6 @@ from shoal.optim.optimizers import Run
 from shoal.placement import Fragment, divide
 
 
-class Main:
-    """The way in for the gradient of one parameter: its part of the buffer of bucket number ``bucket``."""
-
-    def __init__(self, sync: Sync, bucket: int, slot: Slot) -> None:
-        self.held, self.bucket = slot.held, bucket
-        self.gradient = slot.of(sync.flats[bucket].grads)
-        self.entered = False
-        """Whether a contribution of this step is in the buffer; before, the buffer holds what an earlier one left."""
-        self._sync = sync
-
-    @property
-    def settled(self) -> bool:
-        """Whether the parameter has no gradient outside the buffer."""
-        grad = self.held.parameter.grad
-        return grad is None or grad is self.gradient
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A parameter may be saved; its way in is not a part of it."""
-        return type(None), ()
-
-    def enter(self) -> bool:
-        """Make ready for a contribution; returns whether it is the first of the step."""
-        self._sync.make_ready(self)
-        first, self.entered = not self.entered, True
-        return first
-
-    def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
-        """Add ``gradient`` times a scalar."""
-        if self.enter():
-            torch.mul(gradient, scale, out=self.gradient)
-        else:
-            self.gradient.addcmul_(gradient, scale)
-
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add leftᵀ·right, computed into the buffer (see :mod:`shoal.model.linear`)."""
-        if self.enter():
-            torch.mm(left.t(), right, out=self.gradient)
-        else:
-            self.gradient.addmm_(left.t(), right)
-
-
 @dataclass(frozen=True)
 class Sharing:
     """What replicas divide: nothing, or over ``size`` of them whatever they do not keep whole."""
@@ -76,6 +36,8 @@ class Sharing:
     size: int = 1
     keep_params: bool = True
     keep_grads: bool = True
+    half_grads: bool = False
+    """Whether the gradients of parameters in half precision add up in that precision; else they do in float32."""
     cap_bytes: int = BUCKET_BYTES
     """Of a bucket: as large as that if its units are not larger."""
 
@@ -108,10 +70,12 @@ class Sync:
         mesh.open_groups({ranks for each in divisions for ranks in (each.shard, each.cross)})
         self.flats: list[Flat] = []
         self._mains: list[Main] = []
+        self._of_bucket: list[list[Main]] = []
         for number, bucket in enumerate(build_buckets(trained, self._divide, sharing.cap_bytes)):
             flat = self._flat(bucket, states)
             self.flats.append(flat)
-            self._mains += [Main(self, number, slot) for slot in bucket.slots]
+            self._mains += (mains := [Main(slot, number, flat, self.make_ready) for slot in bucket.slots])
+            self._of_bucket.append(mains)
             flat.release_whole()  # so that no more than one is whole that will not stay so
         # Frozen parameters are divided if parameters are; else each has memory of its own.
         self.frozen_flats: list[Flat] = []
@@ -128,11 +92,10 @@ class Sync:
             for flat in self.flats
         ]  # fmt: skip
         self._of_unit: dict[int, list[Main]] = defaultdict(list)
-        self._of_bucket: dict[int, list[Main]] = defaultdict(list)
         for main in self._mains:
             self._of_unit[main.held.unit].append(main)
-            self._of_bucket[main.bucket].append(main)
-            if main.held.parameter.ndim == 2:
+            main.held.parameter.main = main  # type: ignore[attr-defined]
+            if main.buffered and main.held.parameter.ndim == 2:
                 attach_sink(main.held.parameter, main)
         self._units_done: set[int] = set()
         self._sent = 0
@@ -140,8 +103,11 @@ class Sync:
         self._norm_group = self._fewest_for_the_norm()
 
     def _flat(self, bucket: Bucket, states: Sequence[str], *, trains: bool = True) -> Flat:
-        keep_params, keep_grads = self._sharing.keep_params, self._sharing.keep_grads
-        return Flat(bucket, states, keep_params=keep_params, keep_grads=keep_grads, trains=trains)
+        sharing = self._sharing
+        keep_params, keep_grads, half_grads = sharing.keep_params, sharing.keep_grads, sharing.half_grads
+        return Flat(
+            bucket, states, keep_params=keep_params, keep_grads=keep_grads, half_grads=half_grads, trains=trains
+        )
 
     # ---- a step, in the order in which it happens
 
@@ -151,8 +117,7 @@ class Sync:
         self._sent = 0
         self._squares.zero_()
         for main in self._mains:
-            main.entered = False
-            main.held.parameter.grad = None
+            main.begin()
 
     def enter_unit(self, unit: int, backward: bool) -> None:
         """The parameters of ``unit`` are about to be used."""
@@ -168,7 +133,7 @@ class Sync:
             self._between_passes(unit)
             return
         for main in self._of_unit[unit]:
-            main.held.parameter.grad = None  # what still came would lie outside the buffer, where `reduce` finds it
+            main.complete()
         self._units_done.add(unit)
         while self._sent < len(self.flats) and self.flats[self._sent].bucket.units <= self._units_done:
             self._send_next()
@@ -178,7 +143,7 @@ class Sync:
         later: tuple[list[Tensor], list[Tensor]] = ([], [])
         for main in mains:
             gradient = main.held.parameter.grad
-            if gradient is not None and not main.settled:
+            if main.buffered and gradient is not None and not main.settled:
                 into, what = first if main.enter() else later
                 into.append(main.gradient)
                 what.append(gradient)
@@ -190,13 +155,15 @@ class Sync:
     def _between_passes(self, unit: int) -> None:
         """Another pass will add to the gradients of ``unit``: autograd does so in place, while the cache has them."""
         for main in self._of_unit[unit]:
-            main.held.parameter.grad = main.gradient if main.entered else None
+            if main.buffered:
+                alike = main.gradient.dtype == main.held.parameter.dtype
+                main.held.parameter.grad = main.gradient if main.entered and alike else None
 
     def reduce(self) -> None:
         """Every gradient of the step has entered: send what has not been sent."""
         for main in self._mains:
             if not main.settled:
-                raise _late(main)
+                raise late(main)
         while self._sent < len(self.flats):
             self._send_next()
 
@@ -209,7 +176,15 @@ class Sync:
         return global_norm(self._squares, self._norm_group)
 
     def updated(self) -> None:
-        """The optimizer has updated this rank's part of the parameters."""
+        """The optimizer has updated this rank's part of the parameters, and the gradients have served."""
+        for main in self._mains:
+            main.begin()
+        self.published()
+
+    def published(self) -> None:
+        """The masters have new values: have the model compute with them."""
+        for flat in self.flats:
+            flat.publish()
 
     def release(self) -> None:
         """A pass without gradients is over, or a step was cut short."""
@@ -217,28 +192,31 @@ class Sync:
     # ---- what it holds
 
     def runs(self) -> list[Run]:
-        """What the optimizer updates: flat runs of parameters that it treats alike."""
-        return [
-            Run(
-                flat.own_params[start:stop],
-                flat.own_grads[start:stop],
-                {name: state[start:stop] for name, state in flat.states.items()},
-                decay,
-            )
-            for flat in self.flats
-            for start, stop, decay in flat.bucket.own_decay_runs()
-        ]
+        """What the optimizer updates: flat runs of parameters that it treats alike, or parameters one by one."""
+        return [run for number in range(len(self.flats)) for run in self._runs_of(number)]
+
+    def _runs_of(self, number: int) -> Iterator[Run]:
+        flat = self.flats[number]
+        if flat.buffered:
+            for start, stop, decay in flat.bucket.own_decay_runs():
+                states = {name: state[start:stop] for name, state in flat.states.items()}
+                grads = partial(flat.own_grads.__getitem__, slice(start, stop))
+                yield Run(flat.masters[start:stop], grads, states, decay)
+        else:
+            for main, slot in zip(self._of_bucket[number], flat.bucket.slots, strict=True):
+                states = {name: slot.of(state) for name, state in flat.states.items()}
+                yield Run(slot.of(flat.masters), partial(getattr, main, "gradient"), states, main.held.decays)
 
     def weights(self) -> Iterator[Fragment]:
         """What this rank holds of every weight, frozen ones too."""
         for one in self.frozen:
             yield from one.fragments("weight", one.parameter.detach())
         for flat in (*self.flats, *self.frozen_flats):
-            if flat.keep_params:
+            if flat.keep_params and not flat.mixed:
                 for slot in flat.bucket.slots:
                     yield from slot.held.fragments("weight", slot.of(flat.params))
             else:
-                yield from flat.bucket.own_fragments("weight", flat.own_params, self._divide)
+                yield from flat.bucket.own_fragments("weight", flat.masters, self._divide)
 
     def states(self) -> Iterator[Fragment]:
         """What this rank holds of every optimizer state."""
@@ -248,8 +226,12 @@ class Sync:
 
     def gradients(self) -> Iterator[Fragment]:
         """What this rank holds of every reduced gradient, between :meth:`finish` and the update."""
-        for flat in self.flats:
-            yield from flat.bucket.own_fragments("gradient", flat.own_grads, self._divide)
+        for flat, mains in zip(self.flats, self._of_bucket, strict=True):
+            if flat.buffered:
+                yield from flat.bucket.own_fragments("gradient", flat.own_grads, self._divide)
+            else:
+                for main in mains:
+                    yield from main.held.fragments("gradient", main.gradient)
 
     def check(self) -> None:
         """Raise :class:`ConfigError` if a parameter no longer trains as it did when the layout was applied, or lies
@@ -281,25 +263,32 @@ class Sync:
     def _add_squares(self, number: int) -> None:
         """A bucket's sums are there. An element of which several ranks tell the norm counts once between them."""
         flat, alone = self.flats[number], self._norm_group.size == 1
-        for start, stop, division in flat.bucket.own_ranges():
-            self._squares += squared_norm(flat.own_grads[start:stop]) / (1 if alone else len(division.same))
+        if flat.buffered:
+            for start, stop, division in flat.bucket.own_ranges():
+                self._squares += squared_norm(flat.own_grads[start:stop]) / (1 if alone else len(division.same))
+        elif alone:
+            self._squares += squared_norm(*(main.gradient for main in self._of_bucket[number]))
+        else:
+            for main in self._of_bucket[number]:
+                for one in main.held.fragments("gradient", main.gradient):
+                    self._squares += squared_norm(one.tensor) / len(one.copies)
 
     def make_ready(self, main: Main) -> None:
         """A gradient is about to enter: see that it may, and that its bucket has memory."""
         if main.bucket < self._sent:
-            raise _late(main)
-        grads = self.flats[main.bucket].grads
+            raise late(main)
+        self._open(main.bucket)
+
+    def _open(self, number: int) -> None:
+        grads = self.flats[number].grads
         if not is_open(grads):
             open_(grads)
 
     def _fill_up(self, number: int) -> None:
-        """What no sample of this rank used counts as zero."""
-        grads = self.flats[number].grads
-        if not is_open(grads):
-            open_(grads)
+        """The gradients of a bucket are complete."""
+        self._open(number)
         for main in self._of_bucket[number]:
-            if not main.entered:
-                main.gradient.zero_()
+            main.fill_up()
 
     def _send_next(self) -> None:
         self._fill_up(self._sent)
@@ -315,10 +304,3 @@ class Sync:
         agreed = torch.tensor([everything], dtype=torch.int64, device=world.device)
         all_reduce(agreed, world.everyone, "start", "min")
         return self._mesh.over() if agreed.item() else world.everyone
-
-
-def _late(main: Main) -> ConfigError:
-    return ConfigError(
-        f"Engine: a gradient of {main.held.name} came after its unit was done: another layer uses it without holding "
-        "it, or a hook kept it; make it a parameter of every layer that uses it"
-    )

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Pending, start_all_gather, start_reduce_scatter
+from shoal.data_parallel.entry import Main
 from shoal.data_parallel.flat import Flat, close, is_open, open_
-from shoal.data_parallel.sync import Main, Sharing, Sync
+from shoal.data_parallel.sync import Sharing, Sync
 from shoal.local import LocalParameter
 from shoal.mesh import Mesh
 
@@ -85,7 +86,8 @@ class Zero(Sync):
                 pending.wait()
             self._add_squares(number)
 
-    def updated(self) -> None:
+    def published(self) -> None:
+        super().published()
         gathers = [
             start_all_gather(flat.params, flat.own_params, group, "parameters")
             for flat, group in zip(self.flats, self._shards, strict=False)
@@ -172,7 +174,8 @@ class ZeroThree(Zero):
             for main in self._of_bucket[number]:
                 main.entered, main.held.parameter.grad = False, None
 
-    def updated(self) -> None:
+    def published(self) -> None:
+        Sync.published(self)
         self.release()
 
     def release(self) -> None:

@@ -16,6 +16,7 @@ RECOMPUTES = ("none", "selective", "full")
 OFFLOAD_WHATS = ("optimizer", "params", "grads", "activations")
 OFFLOAD_WHERES = ("cpu", "nvme")
 DTYPES = ("float64", "float32", "bf16", "fp16")
+HALVES = ("bf16", "fp16")
 
 Grid = tuple[int, ...]
 

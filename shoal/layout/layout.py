@@ -28,7 +28,7 @@ BUILT: dict[str, tuple[str, ...]] = {
     "tp": ("1d", "1d-sp"),
     "pp": ("gpipe", "1f1b"),
     "recompute": ("selective", "full"),
-    "dtype": ("float32", "float64"),
+    "dtype": ("float32", "float64", "bf16", "fp16"),
 }
 
 # For messages: what a key's kinds are called, and how the grammar writes the part before the kind.
@@ -116,6 +116,9 @@ class Layout:
     """The global stages that recompute, ascending; None means all of them."""
     offload: tuple[Offload, ...] = ()
     dtype: str = "float32"
+    """What the model computes in. Under bf16 and fp16 the optimizer works on float32 copies of the weights."""
+    half_grads: bool = False
+    """Whether gradients add up in ``dtype``, bf16 or fp16, and not in float32."""
     auto: bool = False
     """Whether the planner is to choose."""
 

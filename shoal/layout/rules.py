@@ -56,6 +56,8 @@ def check_fields(layout: Layout) -> None:
         raise refusal(layout, "sync", "all-reduce has no servers and no staleness", "use sync=allreduce")
     if (layout.servers is not None and layout.servers < 1) or layout.stale < 0:
         raise refusal(layout, "sync", "servers start at 1 and staleness at 0", "use sync=server")
+    if layout.half_grads and layout.dtype not in kinds.HALVES:
+        raise refusal(layout, "dtype", "gradients in half precision need bf16 or fp16", "use dtype=bf16{grads=bf16}")
     _check_offload(layout)
 
 

@@ -85,7 +85,13 @@ _KEYS = {
         option=("stages", "recompute_stages"),
     ),
     "offload": _Key("WHAT:WHERE[@F][+WHAT:WHERE...]", "offload=optimizer:cpu@0.5+params:nvme", "offload"),
-    "dtype": _Key("float64|float32|bf16|fp16", "dtype=float32", "dtype", word=True),
+    "dtype": _Key(
+        "float64|float32|bf16[{grads=bf16}]|fp16[{grads=fp16}]",
+        "dtype=float32",
+        "dtype",
+        word=True,
+        option=("grads", "half_grads"),
+    ),
     "auto": _Key("", "auto", "auto"),
 }
 
@@ -182,6 +188,10 @@ def _read_option(name: str, option: str, key: str, text: str) -> str | int | Gri
         return option
     if name == "stale":
         return _whole(option, key, text)
+    if name == "grads":
+        if option != text.partition("{")[0]:
+            raise _malformed(key, text)
+        return True
     return tuple(_whole(part, key, text) for part in option.split("/"))
 
 
@@ -250,6 +260,8 @@ def value_text(layout: Layout, key: str) -> str:
         return layout.sync + servers + (f"{{stale={layout.stale}}}" if layout.stale else "")
     if key == "recompute":
         return layout.recompute + _listed("stages", layout.recompute_stages)
+    if key == "dtype":
+        return layout.dtype + (f"{{grads={layout.dtype}}}" if layout.half_grads else "")
     if key == "offload":
         return "+".join(map(str, layout.offload))
     if key == "auto":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import sqrt
 
 import torch
@@ -24,17 +25,25 @@ def global_norm(squares: Tensor, group: Group) -> float:
     return sqrt(squares.item())
 
 
-def squared_norm(x: Tensor) -> Tensor:
-    """The sum of squares of a flat tensor, a float64 scalar.
+def squared_norm(*tensors: Tensor) -> Tensor:
+    """The sum of squares of all elements of tensors of any shape, a float64 scalar.
 
-    One float32 accumulator over ten million elements would be off in the fourth digit; rows of 4,096 summed in float32
-    and added in float64 are not.
+    One float32 accumulator over ten million elements would be off in the fourth digit; rows of up to 4,096 summed in
+    float32 and added in float64 are not.
     """
-    even = len(x) // _ROW * _ROW
+    norms = torch.cat([norm for x in tensors for norm in _row_norms(x)]).double()
+    return norms.dot(norms)
+
+
+def _row_norms(x: Tensor) -> Iterator[Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(x[:even].view(-1, _ROW), dim=1, dtype=wide).double()
-    total: Tensor = norms.dot(norms) + torch.linalg.vector_norm(x[even:].double()).square()
-    return total
+    if x.ndim > 1 and 0 < x.shape[-1] <= _ROW:
+        yield torch.linalg.vector_norm(x, dim=-1, dtype=wide).flatten()
+        return
+    flat = x.reshape(-1)
+    even = len(flat) // _ROW * _ROW
+    yield torch.linalg.vector_norm(flat[:even].view(-1, _ROW), dim=1, dtype=wide)
+    yield torch.linalg.vector_norm(flat[even:], dtype=wide).view(1)
 
 
 def clip_factor(norm: float, limit: float) -> float:

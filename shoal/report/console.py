@@ -38,6 +38,11 @@ class ConsoleSink:
                 self._start(values)
             case "step":
                 self._step(values)
+            case "skipped":
+                self._print(
+                    f"  [bold yellow]step {values['step']} updated nothing[/]: a gradient was not finite on some rank "
+                    f"({values['so_far']} steps so far); metrics.jsonl names its samples"
+                )
             case "evaluation":
                 batches = f"{values['batches']} batch" + ("es" if values["batches"] != 1 else "")
                 self._print(f"  [bold]validation loss {values['loss']:.4f}[/] at step {values['step']}, over {batches}")

@@ -95,6 +95,9 @@ class _Run:
             if config.log.hashes:
                 values["hash"] = self._global_hash(batch)
             self._tell("step", **values)
+            if result.skipped:
+                samples = self.source.batch(step)["sample"].tolist()
+                self._tell("skipped", step=result.step, so_far=engine.skipped, samples=samples)
             if _due(config.evaluation.every, result.step, self.steps):
                 loss = self._evaluate()
             if _due(config.checkpoint.every, result.step, self.steps):

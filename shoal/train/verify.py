@@ -24,6 +24,7 @@ from torch import Tensor
 from shoal.comm.world import World
 from shoal.config import Config
 from shoal.data.batches import Batch, mask_labels
+from shoal.errors import LayoutError, setting
 from shoal.layout import Layout
 from shoal.placement import Box, Fragment, assemble
 from shoal.train.pool import Pool
@@ -32,6 +33,7 @@ from shoal.train.setup import fit, learning_rate, make_engine, make_model, mater
 
 STEPS = 5
 TOLERANCE = {"float64": 1e-9, "float32": 2e-5}
+"""Largest relative differences. In half precision rounding is larger than what a fault does, so nothing is proved."""
 
 
 @dataclass
@@ -80,6 +82,9 @@ def verify(config: Config, layout: Layout, pool: Pool, steps: int = STEPS) -> Re
     layout that does not fit the run file.
     """
     layout = fit(config, layout, layout.ranks)
+    if layout.dtype not in TOLERANCE:
+        problem = "rounding would hide what verify is to find"
+        raise LayoutError(setting("layout.dtype", layout.dtype, problem, "use dtype=float64 or dtype=float32"))
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as name:
         folder = Path(name)
         (truth,) = pool.run(run_reference, config, layout, steps, folder, ranks=1)

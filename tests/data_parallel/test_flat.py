@@ -29,7 +29,7 @@ def held(values: list[Tensor]) -> list[LocalParameter]:
         for i, value in enumerate(values)
     ]
     drawn = nn.Parameter(torch.empty(()).expand(3, 4))
-    return [replace(ones[0], parameter=drawn, drawn=values[0].clone), *ones[1:]]
+    return [replace(ones[0], parameter=drawn, drawn=values[0].to), *ones[1:]]
 
 
 def make(rank: int = 1, keep_params: bool = True, keep_grads: bool = True) -> tuple[Flat, list[Tensor]]:

@@ -11,6 +11,7 @@ from replicas import KINDS, Found, assembled, by_hand, found, make
 from torch import nn
 
 from shoal.comm.world import World
+from shoal.data_parallel import buckets
 from shoal.data_parallel.sync import Sync
 from shoal.errors import ConfigError
 from shoal.local import LocalParameter, lay_out
@@ -82,6 +83,12 @@ def values(*by_rank: list[Found]) -> dict[str, float]:
     return {name: tensor.flatten()[0].item() for (_, name), tensor in full.items()}
 
 
+@pytest.fixture
+def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers also where nobody else has a part in the gradients."""
+    monkeypatch.setattr(buckets, "_alone", lambda divisions: False)
+
+
 def alone(kind: str, cap_bytes: int = 1) -> Replica:
     return Replica(World(), kind, cap_bytes)
 
@@ -92,6 +99,7 @@ ZEROS = dict.fromkeys(SHAPES, 0.0)
 # ---- the way in
 
 
+@pytest.mark.usefixtures("buffered")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_contribution_of_a_step_overwrites_and_later_ones_add(kind: str) -> None:
     """By products, by autograd and by both, in any order; what no micro-batch used is zero."""
@@ -114,6 +122,7 @@ def test_the_first_contribution_of_a_step_overwrites_and_later_ones_add(kind: st
         assert all(one.parameter.grad is None for one in replica.held.values())
 
 
+@pytest.mark.usefixtures("buffered")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_that_comes_after_its_unit_was_done_is_counted_or_found(kind: str) -> None:
     """It is counted while the main gradient can still take it; else it is an error, never lost."""
@@ -132,6 +141,7 @@ def test_a_gradient_that_comes_after_its_unit_was_done_is_counted_or_found(kind:
     assert values(replica.end()) == ZEROS
 
 
+@pytest.mark.usefixtures("buffered")
 @pytest.mark.parametrize("late", ["gradient", "late gradient", "product"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error_until_the_next_step(kind: str, late: str) -> None:
@@ -154,9 +164,41 @@ def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error_until_the_n
     assert values(replica.end()) == ZEROS | {"w2": 5.0}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_nobody_shares_a_gradient_it_stays_where_autograd_made_it(kind: str) -> None:
+    replica = alone(kind)
+    assert not any(flat.grads.numel() for flat in replica.sync.flats)
+    for value in (1.0, 10.0):  # two steps
+        replica.backward(2, False, w2=value)
+        made = replica.held["w2"].parameter.grad
+        replica.backward(1, False, w1=value)
+        replica.backward(0, False)
+        replica.backward(2, True, w2=2 * value)
+        assert replica.sent[-1:] == [0]
+        replica.backward(1, True, n1=value)
+        replica.backward(0, True)
+        assert all(one.parameter.grad is None for one in replica.held.values())
+        (run,) = (run for run in replica.sync.runs() if run.grads() is made)
+        assert values(replica.end()) == ZEROS | {"w2": 3 * value, "w1": value, "n1": value}
+        assert run.grads().numel() == 0, "gone with the update"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_of_ones_own_that_comes_late_is_an_error_until_the_next_step(kind: str) -> None:
+    replica = alone(kind)
+    replica.backward(2, True, w2=1.0)
+    replica.leave(w2=1.0)
+    with pytest.raises(ConfigError, match="w2 came after its unit was done"):
+        replica.sync.reduce()
+    replica.sync.begin()
+    replica.backward(2, True, w2=5.0)
+    assert values(replica.end()) == ZEROS | {"w2": 5.0}
+
+
 # ---- the order of going out
 
 
+@pytest.mark.usefixtures("buffered")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bucket_waits_for_all_of_its_units_and_for_the_last_micro_batch(kind: str) -> None:
     replica = alone(kind, cap_bytes=128)

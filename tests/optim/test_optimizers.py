@@ -36,13 +36,14 @@ def runs(config: Optimizer, values: dict[str, Tensor]) -> list[Run]:
     for names in FLAT_RUNS:
         params = flat(values, names)
         states = {state: torch.zeros_like(params) for state in state_names(config)}
-        made.append(Run(params, torch.zeros_like(params), states, decay=len(SHAPES[names[0]]) > 1))
+        grads = torch.zeros_like(params)
+        made.append(Run(params, lambda grads=grads: grads, states, decay=len(SHAPES[names[0]]) > 1))  # type: ignore[misc]
     return made
 
 
 def set_gradients(given: list[Run], values: dict[str, Tensor]) -> None:
     for run, names in zip(given, FLAT_RUNS, strict=True):
-        run.grads.copy_(flat(values, names))
+        run.grads().copy_(flat(values, names))
 
 
 def plain(config: Optimizer, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:

@@ -116,6 +116,37 @@ def test_a_rank_that_fails_ends_every_rank_and_is_named(
     assert loads(run) == 2
 
 
+def poison_a_gradient() -> None:
+    """Of one norm on rank 1, in the fourth step."""
+    step = Engine.step
+
+    def poisoned(self: Engine, batch: Batch) -> StepResult:
+        due = self.world.rank == 1 and self.steps_done == 3
+        weight = next(p for p in self.task.module.parameters() if p.ndim == 1)
+        hook = weight.register_hook(lambda grad: grad * float("nan") if due else grad)
+        try:
+            return step(self, batch)
+        finally:
+            hook.remove()
+
+    Engine.step = poisoned  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("line", ["dp=2,zero=3", "tp=2:1d-sp"])
+def test_a_poisoned_gradient_on_one_rank_is_skipped_by_all_and_logged_with_its_samples(
+    file: Path, run: Path, tmp_path: Path, line: str
+) -> None:
+    options = ["--layout", line, *sets(run__steps=6, data__validation=0)]
+    shoal = Apart(["train", file, *options], tmp_path / "said", poison_a_gradient)
+    result = shoal.end(60)
+    assert result.code == 0
+    assert "step 4 updated nothing: a gradient was not finite on some rank (1 steps so far)" in result.out
+    (skipped,) = events(run, "skipped")
+    assert (skipped["step"], skipped["so_far"], skipped["samples"]) == (4, 1, list(range(72, 96)))
+    assert [values["lr"] > 0 for values in events(run, "step")] == [True] * 3 + [False] + [True] * 2
+    assert loads(run) == 6
+
+
 def in_a_pass(fault: Callable[[], object], backward: bool = False) -> Callable[[], None]:
     """A plant of ``fault`` in a pass of rank 1 through its first feed-forward, or back through its last, in the fourth
     step."""

@@ -1,0 +1,260 @@
+"""Half precision: float32 masters and gradients, what they take, what they save, and the scale of the loss."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from engine_ranks import Held, equal, put_together, weights
+from torch import Tensor
+
+from shoal.comm.world import World
+from shoal.config import Config, load
+from shoal.engine import Engine, StepResult
+from shoal.errors import LayoutError
+from shoal.layout import Layout
+from shoal.meter import Meter
+from shoal.optim.loss_scale import INTERVAL, START, LossScale
+from shoal.train.pool import Pool
+from shoal.train.setup import make_engine, make_model, open_data
+from shoal.train.verify import verify
+
+TINY = Path(__file__).parents[1] / "runs" / "tiny.toml"
+STEPS = 6
+
+
+def read(*settings: str) -> Config:
+    return load(TINY, ["data.seq_len=16", "model.vocab=96", "model.layers=2", "model.dropout=0", *settings])
+
+
+def make(world: World, config: Config, line: str) -> Engine:
+    return make_engine(config, Layout.parse(line), world)
+
+
+def train(engine: Engine, config: Config, steps: int) -> list[StepResult]:
+    source, coords = open_data(config), engine.mesh.coords
+    first = engine.steps_done
+    return [engine.step(source.batch(first + n, coords["dp"], engine.layout.dp)) for n in range(steps)]
+
+
+# ---- what is kept
+
+
+def bytes_held(world: World, line: str) -> tuple[dict[str, int], int]:
+    """Of each category while the gradients are there, and how many parameters the rank's part of the model has."""
+    config = read()
+    engine = make(world, config, line)
+    with Meter() as meter:
+        for flat in engine._sync.flats:
+            meter.label("parameters", [flat.params, flat.own_params])
+            meter.label("masters", [flat.masters])
+            meter.label("moments", flat.states.values())
+        seen: list[dict[str, int]] = []
+
+        def reduced() -> None:
+            buffers = [tensor for flat in engine._sync.flats for tensor in (flat.grads, flat.own_grads)]
+            meter.label("gradients", [*buffers, *(one.tensor for one in engine.gradients())])
+            seen.append(meter.snapshot())
+
+        engine.on_gradients = reduced
+        with meter.phase("step"):
+            train(engine, config, 1)
+    return seen[0], sum(p.numel() for p in engine.task.module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("line", "parameters", "gradients", "masters", "moments"),
+    [
+        ("dtype=bf16", 2, 4, 4, 8),
+        ("dtype=bf16{grads=bf16}", 2, 2, 4, 8),
+        ("dtype=fp16", 2, 4, 4, 8),
+        ("dp=2,zero=1,dtype=bf16", 2, 4, 2, 4),
+        ("dp=2,zero=2,dtype=bf16", 2, 2, 2, 4),
+        ("dp=2,zero=3,dtype=bf16", 1, 2, 2, 4),
+        ("dp=2,zero=3,dtype=bf16{grads=bf16}", 1, 1, 2, 4),
+        ("tp=2,dtype=bf16{grads=bf16}", 2, 2, 4, 8),
+    ],
+)
+def test_bytes_per_parameter(
+    line: str, parameters: int, gradients: int, masters: int, moments: int, pool: Pool
+) -> None:
+    """18 with float32 gradients, 16 with half ones (Rajbhandari et al. 2020), and what ZeRO leaves of them."""
+    each = {"parameters": parameters, "gradients": gradients, "masters": masters, "moments": moments}
+    for held, psi in pool.run(bytes_held, line, ranks=Layout.parse(line).ranks):
+        for kind, size in each.items():
+            assert held[kind] == pytest.approx(size * psi, rel=0.001), kind
+
+
+# ---- what is computed
+
+
+def losses_and_weights(world: World, line: str) -> tuple[list[StepResult], list[Held]]:
+    config = read()
+    engine = make(world, config, line)
+    return train(engine, config, STEPS), weights(engine)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_every_stage_of_zero_computes_the_same(dtype: str, pool: Pool) -> None:
+    """Two ranks have one sum, so the losses are equal to the last bit; the masters are but for the norm's rounding."""
+    found = {}
+    for line in ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"):
+        ranks = pool.run(losses_and_weights, f"{line},dtype={dtype}", ranks=2)
+        found[line] = [one.loss for one in ranks[0][0]], put_together(held for _, held in ranks)
+    (losses, full), *others = found.values()
+    for other, weights_of in others:
+        assert other == losses
+        for name, tensor in weights_of.items():
+            torch.testing.assert_close(tensor, full[name], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "bf16{grads=bf16}"])
+@pytest.mark.parametrize("line", ["dp=1,mb=2", "dp=2,zero=3", "tp=2:1d-sp", "pp=2:1f1b,mb=4", "dp=2,tp=2,zero=1,mb=2"])
+def test_layouts_stay_near_one_process_in_float32(line: str, dtype: str, pool: Pool) -> None:
+    """As near as rounding lets them: the loss to half a per cent, the weights to a tenth of what training moved."""
+    ((expected, truth),) = pool.run(losses_and_weights, "dtype=float32", ranks=1)
+    ((_, start),) = pool.run(untrained, ranks=1)
+    ranks = pool.run(losses_and_weights, f"{line},dtype={dtype}", ranks=Layout.parse(line).ranks)
+    for found, _ in ranks:
+        assert not any(one.skipped for one in found)
+        assert [one.loss for one in found] == pytest.approx([one.loss for one in expected], rel=5e-3)
+        assert [one.grad_norm for one in found] == pytest.approx([one.grad_norm for one in expected], rel=0.05)
+    full, true = put_together(held for _, held in ranks), put_together([truth])
+    before = put_together([start])
+    moved = sum((true[name] - before[name]).square().sum() for name in true)
+    off = sum((true[name] - full[name]).square().sum() for name in true)
+    assert off < 0.15**2 * moved
+
+
+def untrained(world: World) -> tuple[None, list[Held]]:
+    return None, weights(make(world, read(), "dtype=float32"))
+
+
+def test_masters_start_from_what_was_drawn_in_float32() -> None:
+    config = read()
+    exact, half = (weights(make(World(), config, f"dtype={dtype}")) for dtype in ("float32", "bf16"))
+    assert equal(exact, half)
+
+
+def test_masters_keep_updates_that_half_precision_would_round_away() -> None:
+    """The weights of norms are 1, and an update of 1e-3 is below half of bf16's step there."""
+    config = read("optimizer.lr=1e-3", "schedule.kind=constant", "schedule.warmup=0")
+    engine = make(World(), config, "dtype=bf16")
+    train(engine, config, 12)
+    norms = [one.values for one in weights(engine) if one.name.endswith("norm.weight")]
+    assert all(abs(values - 1).max() > 4e-3 for values in norms)
+    for flat in engine._sync.flats:
+        assert torch.equal(flat.params, flat.masters.to(torch.bfloat16))
+
+
+# ---- what is saved
+
+
+def half_way(world: World, line: str, folder: Path) -> list[Held]:
+    config = read()
+    engine = make(world, config, line)
+    train(engine, config, 3)
+    engine.save(folder)
+    train(engine, config, 3)
+    return weights(engine)
+
+
+def resumed(world: World, line: str, folder: Path) -> tuple[list[Held], list[Held]]:
+    config = read()
+    engine = make(world, config, line)
+    engine.load(folder / "step-00000003" if not (folder / "latest").exists() else folder)
+    loaded = weights(engine)
+    train(engine, config, 3)
+    return loaded, weights(engine)
+
+
+@pytest.mark.parametrize(
+    "line", ["dp=2,dtype=bf16", "dp=2,zero=1,dtype=bf16", "dp=2,zero=3,dtype=fp16", "tp=2,dtype=bf16"]
+)
+def test_a_checkpoint_has_the_masters_and_goes_on_to_the_last_bit(line: str, pool: Pool, tmp_path: Path) -> None:
+    expected = put_together(pool.run(half_way, line, tmp_path, ranks=2))
+    again = pool.run(resumed, line, tmp_path, ranks=2)
+    found = put_together(after for _, after in again)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    # Another precision loads the same values.
+    ((loaded, _),) = pool.run(resumed, "dtype=float32", tmp_path, ranks=1)
+    before = put_together(held for held, _ in again)
+    assert all(torch.equal(before[name], tensor) for name, tensor in put_together([loaded]).items())
+
+
+# ---- the scale of the loss
+
+
+def test_the_scale_halves_when_it_was_too_large_and_grows_when_it_was_not() -> None:
+    scale = LossScale(dynamic=True)
+    for _ in range(3):
+        scale.saw(finite=False)
+    assert scale.value == START / 8
+    for _ in range(INTERVAL - 1):
+        scale.saw(finite=True)
+    again = LossScale(dynamic=True)
+    again.restore(scale.state())
+    for one in (scale, again):
+        assert one.value == START / 8
+        one.saw(finite=True)
+        assert one.value == START / 4
+    still = LossScale(dynamic=False)
+    still.saw(finite=False)
+    assert (still.value, still.state()) == (1.0, {})
+
+
+def overflowing(world: World, line: str, folder: Path) -> tuple[list[bool], float, list[bool]]:
+    """From a scale at which gradients overflow."""
+    config = read("optimizer.skips=32")
+    engine = make(world, config, line)
+    engine._loss_scale.value = 2.0**40
+    skipped = [one.skipped for one in train(engine, config, 32)]
+    engine.save(folder)
+    other = make(world, config, line)
+    other.load(folder)
+    assert (other.skipped, other._loss_scale.value) == (engine.skipped, engine._loss_scale.value)
+    return skipped, engine._loss_scale.value, [one.skipped for one in train(other, config, 1)]
+
+
+@pytest.mark.parametrize("line", ["dp=2,zero=2,dtype=fp16", "pp=2,mb=4,dtype=fp16"])
+def test_a_scale_that_overflows_falls_on_all_ranks_alike(line: str, pool: Pool, tmp_path: Path) -> None:
+    (first, *others) = pool.run(overflowing, line, tmp_path, ranks=2)
+    skipped, value, after = first
+    assert all(other == first for other in others)
+    counted = Counter(skipped)
+    assert 8 < counted[True] < 30
+    assert skipped == sorted(skipped, reverse=True), "once it fits, it fits"
+    assert value == 2.0 ** (40 - counted[True])
+    assert after == [False]
+
+
+# ---- what is refused
+
+
+def test_verify_refuses_a_precision_in_which_nothing_would_be_proved(pool: Pool) -> None:
+    with pytest.raises(LayoutError, match=r"layout.dtype = bf16: rounding would hide .* use dtype=float64"):
+        verify(read(), Layout.parse("dp=2,dtype=bf16"), pool)
+
+
+def test_the_gradients_of_a_module_in_half_precision_add_up_in_float32() -> None:
+    """A module of the user's own: 256 micro-batches of 1, and then of 1/256, which bf16 would lose."""
+    module = torch.nn.Linear(1, 1, bias=False).bfloat16()
+    torch.nn.init.ones_(module.weight)
+
+    def loss(output: Tensor, batch: object) -> Tensor:
+        return output.float().sum()
+
+    engine = Engine(module, Layout(mb=512), loss=loss)
+    seen: list[float] = []
+    engine.on_gradients = lambda: seen.append(float(engine.gradients()[0].tensor))
+    inputs = torch.cat([torch.ones(256, 1), torch.full((256, 1), 1 / 256)]).bfloat16()
+    engine.step({"inputs": inputs})
+    assert seen == [pytest.approx((256 + 1) / 512)]
+
+
+def test_a_model_is_built_in_the_precision_of_its_layout() -> None:
+    config = read()
+    dtypes = {p.dtype for p in make_model(config, Layout.parse("dtype=bf16")).parameters()}
+    assert dtypes == {torch.bfloat16}
