@@ -25,7 +25,7 @@ from shoal.engine import Engine
 from shoal.errors import DataError, setting
 from shoal.layout import Layout
 from shoal.model.decoder import Decoder
-from shoal.model.hf import CONFIG, Weights, end_tokens, inside, read_json, read_model
+from shoal.model.hf import Weights, end_tokens, inside
 from shoal.train.folder import TOKENIZER, check_absent, made_whole
 from shoal.train.prepare import Progress
 from shoal.train.start import copy_companions
@@ -107,7 +107,7 @@ def load_hf(
     that Shoal has not, and :class:`~shoal.errors.CheckpointError` for damaged or mismatched weights.
     """
     folder, layout = Path(folder), Layout.parse(layout) if isinstance(layout, str) else layout
-    shape, world = read_model(read_json(folder / CONFIG)), world or World()
+    shape, world = Weights(folder).model, world or World()
     filled = layout.fill(world.size)
     filled.check(shape, filled.dp * filled.mb, world.size)
     with torch.device("meta"):
@@ -143,15 +143,16 @@ def _run_file(weights: Weights, out: Path, end: str | None) -> str:
     model = shape.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     store = f"{name}-data.store"
     ending = f" --end-of-document {quote(end)}" if end and end.isprintable() else ""
-    how = f"shoal data YOUR_TEXT {store} --tokenizer {out / TOKENIZER}{ending}"
+    how = f"# Made of the text that you name here (text = ...), or by: shoal data TEXT {store} \\\n"
+    how += f"#     --tokenizer {out / TOKENIZER}{ending}"
     if not (weights.folder / TOKENIZER).is_file():
-        how = f"There was no {TOKENIZER} in the folder; text needs one, as transformers saves it."
+        how = f"# There was no {TOKENIZER} in the folder; text needs one, as transformers saves it."
     return "\n".join(
         [
             f"# {weights.family.name}, imported from {weights.folder.name!r}: name your data, then train it.",
             _section("run", {"name": f"{name}-tuned", "steps": 100}),
             _section("model", model),
-            f"# {how}",
+            how,
             _section("data", {"path": store, "seq_len": min(_LONGEST, positions), "batch": 8}),
             _section("optimizer", {"lr": 2e-5, "weight_decay": 0.0}),
             _section("schedule", {"kind": "cosine", "warmup": 10}),

@@ -19,7 +19,7 @@ from shoal.errors import DataError, setting
 from shoal.train.metrics import check_packages
 from shoal.train.resume import find_start
 from shoal.train.setup import Source, open_data
-from shoal.train.start import check_start
+from shoal.train.start import check_start, tokenizer_of
 
 Progress = Callable[[str, int, int], None]
 """(what is being done, bytes done, bytes in all)."""
@@ -38,10 +38,14 @@ def prepare(config: Config, progress: Progress, *, fresh: bool = False) -> None:
 
 
 def prepare_data(config: Config, progress: Progress) -> Source:
-    """The training samples. Makes the token store if it is missing and the run file names a text; checks the store,
-    its checksums and its vocabulary. Raises :class:`~shoal.errors.DataError`."""
+    """The training samples. Makes the token store if it is missing and the run file names a text, with the tokenizer of
+    the weights that the run begins with; checks the store, its checksums and its vocabulary.
+
+    Raises :class:`~shoal.errors.DataError`.
+    """
     data = config.data
     if data.source == "tokens":
+        given, end = tokenizer_of(config)
         for number, path in enumerate(data.stores):
             if path.exists() or index_path(path).exists():
                 continue
@@ -49,10 +53,14 @@ def prepare_data(config: Config, progress: Progress) -> Source:
                 name, or_ = ("data.path", ", or name the text as data.text")
                 if data.sources:
                     name, or_ = f"data.sources.{number}.path", ""
-                legal = f"make one with shoal data TEXT {path}{or_}"
+                how = f" --tokenizer {given}" if given else ""
+                legal = f"make one with shoal data TEXT {path}{how}{or_}"
                 raise DataError(setting(name, path, "there is no token store", legal))
             vocab = data.tokenizer_vocab or config.model.vocab
-            make_store(data.text, path, vocab=vocab, separator=data.separator, progress=progress)
+            make_store(
+                data.text, path, tokenizer=given, vocab=vocab, separator=data.separator, end_of_document=end,
+                progress=progress,
+            )  # fmt: skip
     source = open_data(config)
     if isinstance(source, Batches):
         if data.validation:

@@ -10,10 +10,10 @@ from shoal.checkpoint.whole import WholeTensors
 from shoal.config import Config
 from shoal.data.batches import Batches
 from shoal.data.store import TokenStore
-from shoal.data.tokenize import load_tokenizer
+from shoal.data.tokenize import END_OF_DOCUMENT, load_tokenizer
 from shoal.errors import CheckpointError, DataError, setting
 from shoal.model.hf import COMPANIONS as FILES
-from shoal.model.hf import Weights, inside, is_folder, logical_shapes
+from shoal.model.hf import Weights, end_tokens, inside, is_folder, logical_shapes
 from shoal.train.folder import COMPANIONS, TOKENIZER
 from shoal.train.setup import Source
 
@@ -39,6 +39,18 @@ def check_start(config: Config, source: Source) -> None:
             _check_tokenizer(store, known)
 
 
+def tokenizer_of(config: Config) -> tuple[Path | None, str]:
+    """The tokenizer of the weights that the run begins with, None where there is none, and the token that ends a
+    document of the run's own text."""
+    start = config.checkpoint.start
+    path = None if start is None else _home(start) / TOKENIZER
+    if start is None or path is None or not path.is_file():
+        return None, END_OF_DOCUMENT
+    ends = end_tokens(_companions(start))
+    end = load_tokenizer(path).id_to_token(min(ends)) if ends else None
+    return path, end or END_OF_DOCUMENT
+
+
 def keep_companions(config: Config, folder: Path) -> None:
     """Copy what lies beside the weights to the run's ``folder``: tokenizer and the files of a Hugging Face folder."""
     if (start := config.checkpoint.start) is None:
@@ -46,7 +58,7 @@ def keep_companions(config: Config, folder: Path) -> None:
     home = _home(start)
     if (home / TOKENIZER).exists() and not (folder / TOKENIZER).exists():
         shutil.copyfile(home / TOKENIZER, folder / TOKENIZER)
-    copy_companions(home if is_folder(start) else home / COMPANIONS, folder)
+    copy_companions(_companions(start), folder)
 
 
 def copy_companions(source: Path, folder: Path) -> None:
@@ -61,6 +73,11 @@ def copy_companions(source: Path, folder: Path) -> None:
 def _home(start: Path) -> Path:
     """Where the tokenizer of some weights lies."""
     return start if is_folder(start) else checkpoint.resolve(start).parent
+
+
+def _companions(start: Path) -> Path:
+    """Where the small files of a Hugging Face folder lie."""
+    return start if is_folder(start) else _home(start) / COMPANIONS
 
 
 def _shapes(start: Path) -> dict[str, tuple[int, ...]]:

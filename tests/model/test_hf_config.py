@@ -112,6 +112,8 @@ def test_gemma_computes_the_approximation_whatever_it_calls_it(name: str) -> Non
         ({"rope_scaling": [3]}, "config.json", "wrong type"),
         ({"hidden_act": ["silu"]}, "config.json", "wrong type"),
         ({"vocab_size": "many"}, "vocab_size = many", "integer"),
+        ({"model_type": ["llama"]}, "model_type", "it knows llama"),
+        ({"layer_types": 1}, "config.json", "wrong type"),
         (of("gpt2", scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx = True", "False"),
         (of("gpt2", scale_attn_weights=False), "scale_attn_weights = False", "True"),
         (of("qwen2", use_sliding_window=True, max_window_layers=1), "max_window_layers = 1", "0, or 2"),

@@ -170,6 +170,18 @@ def has_no_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 
 
+def has_a_billion_layers(folder: Path) -> None:
+    edit_json(folder / "config.json", num_hidden_layers=10**9)
+
+
+def has_huge_sizes(folder: Path) -> None:
+    edit_json(folder / "config.json", vocab_size=10**30)
+
+
+def has_sizes_whose_product_is_huge(folder: Path) -> None:
+    edit_json(folder / "config.json", vocab_size=2**40, hidden_size=2**40)
+
+
 def has_a_list_for_config(folder: Path) -> None:
     (folder / "config.json").write_text("[]")
 
@@ -191,6 +203,9 @@ def has_a_list_for_config(folder: Path) -> None:
         (is_indexed_wrongly, (UP, "is not in it")),
         (is_indexed_in_part, (UP, "does not say so")),
         (has_no_config, ("config.json", "cannot be read")),
+        (has_a_billion_layers, ("12 tensors are not the 1000000000 layers",)),
+        (has_huge_sizes, ("config.json", "sizes that no tensor can have")),
+        (has_sizes_whose_product_is_huge, ("config.json", "sizes that no tensor can have")),
         (has_a_list_for_config, ("config.json", "not a JSON object")),
     ],
 )

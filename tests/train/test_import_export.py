@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,11 @@ from whole_runs import Shoal, events, make_store, sets, write_run
 
 from shoal import checkpoint, config
 from shoal.data.corpus import Corpus
+from shoal.data.store import TokenStore
 from shoal.data.tokenize import byte_tokenizer, tokenize, train_tokenizer
 from shoal.errors import CheckpointError, ConfigError, DataError, ShoalError
 from shoal.model.decoder import Decoder
+from shoal.model.hf import Weights
 from shoal.train.exporting import export_hf
 from shoal.train.importing import import_hf
 from shoal.train.speak import load_model, speak
@@ -179,21 +182,40 @@ def test_the_commands_for_scripts(shoal: Shoal, llama: Path, tmp_path: Path) -> 
     assert {tensor.dtype for tensor in tensors(tmp_path / "out").values()} == {torch.bfloat16}
 
 
-def test_the_run_file_asks_for_data_and_then_trains(shoal: Shoal, llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,zero=3", "tp=2"])
+def test_the_run_file_asks_for_data_and_then_trains(shoal: Shoal, llama: Path, tmp_path: Path, layout: str) -> None:
     import_hf(llama, tmp_path / "in", quiet)
     run = tmp_path / "in" / "run.toml"
     asked = shoal("train", run)
     assert asked.code == 2
     for words in ("data.path = in-data.store", "there is no token store", "shoal data"):
         assert words in asked.err
-    assert f"--tokenizer {tmp_path / 'in' / 'tokenizer.json'}" in run.read_text(encoding="utf-8")
+    how = f"--tokenizer {tmp_path / 'in' / 'tokenizer.json'}"
+    assert how in asked.err
+    assert how in run.read_text(encoding="utf-8")
     still = sets(run__folder=tmp_path, optimizer__lr=1e-30)
-    trained = shoal("train", run, *SYNTHETIC, *still, "--layout", "dp=2,zero=1")
+    trained = shoal("train", run, *SYNTHETIC, *still, "--layout", layout)
     assert (trained.code, trained.err) == (0, "")
     export_hf(tmp_path / "in-tuned", tmp_path / "out", quiet)
     assert_same(llama, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_bytes())["eos_token_id"] == 2
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
+
+
+def test_a_text_is_read_with_the_tokenizer_of_the_weights(shoal: Shoal, llama: Path, tmp_path: Path) -> None:
+    edit_json(llama / "config.json", eos_token_id=258)
+    import_hf(llama, tmp_path / "in", quiet)
+    text = tmp_path / "text.txt"
+    text.write_text("In the beginning was the word. " * 90)
+    store = tmp_path / "made.store"
+    short = sets(data__text=text, data__path=store, data__seq_len=16, data__batch=2, run__steps=1, run__folder=tmp_path)
+    trained = shoal("train", tmp_path / "in" / "run.toml", *short, *sets(run__sample="In the", run__sample_tokens=2))
+    assert (trained.code, trained.err) == (0, "")
+    assert f"beginning with the weights of {tmp_path / 'in'}" in trained.out
+    made = TokenStore.open(store)
+    assert made.tokenizer_path is not None
+    assert made.tokenizer_path.read_bytes() == (llama / "tokenizer.json").read_bytes()
+    assert made.tokens[-1] == 258
 
 
 def test_a_run_may_begin_with_the_folder_itself_and_goes_on_from_its_own(
@@ -224,6 +246,23 @@ def test_a_model_from_nothing_goes_out_with_its_tokenizer(shoal: Shoal, tmp_path
     said = model.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]
     ours = "".join(speak(tmp_path / "out" / "run", "In the", tokens=9, temperature=0))
     assert tokenizer.decode(said).rstrip("\ufffd") == ours
+
+
+def test_an_import_holds_one_tensor_beside_the_one_it_writes(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, held, most = Weights.read, weakref.WeakSet[Tensor](), 0
+
+    def watched(self: Weights, *box: Any) -> Tensor:
+        nonlocal most
+        tensor = read(self, *box)
+        held.add(tensor)
+        most = max(most, len(held))
+        return tensor
+
+    monkeypatch.setattr(Weights, "read", watched)
+    import_hf(llama, tmp_path / "in", quiet)
+    assert most == 2
 
 
 def lacks_weights(folder: Path) -> None:

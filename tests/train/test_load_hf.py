@@ -51,14 +51,14 @@ def test_any_layout_holds_what_the_folder_has(pool: Pool, folders: Path, name: s
 
 def test_the_face_takes_a_layout_in_words_and_casts_to_its_dtype(tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "model")
-    engine = shoal.load_hf(folder, "dp=1,dtype=float64", optimizer=shoal.Optimizer(lr=1e-4))
+    engine, stored = shoal.load_hf(folder, "dp=1,dtype=bf16", optimizer=shoal.Optimizer(lr=1e-4)), Weights(folder)
     assert engine.optimizer.lr == 1e-4
-    (table,) = [
+    norm = stored.read("head.norm.weight", ((0, 8),))
+    (master,) = [
         one.tensor for one in engine.fragments() if (one.kind, one.piece.name) == ("weight", "head.norm.weight")
     ]
-    stored = Weights(folder)
-    assert torch.equal(table, stored.read("head.norm.weight", ((0, 8),)).to(table.dtype))
-    assert table.dtype == torch.float64
+    assert torch.equal(master, norm), "what the optimizer works on is as exact as what is stored"
+    assert torch.equal(engine.task.module.get_parameter("head.norm.weight"), norm.bfloat16())
 
 
 def measured(world: World, folder: Path, line: str) -> tuple[int, int, int, int]:

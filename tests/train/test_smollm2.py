@@ -111,7 +111,7 @@ def test_fine_tuning_on_chats_is_the_same_under_every_layout(imported: Path, tmp
     for layout in LAYOUTS:
         settings = sets(
             run__folder=tmp_path, run__name=layout.replace("=", "-").replace(",", "-"), run__steps=STEPS,
-            data__path=tmp_path / "chats.store", data__seq_len=64, data__batch=4, optimizer__lr=1e-4,
+            data__path=tmp_path / "chats.store", data__seq_len=64, data__batch=2, optimizer__lr=1e-4,
         )  # fmt: skip
         trained = shoal(tmp_path, "train", imported / "run.toml", *settings, "--layout", layout)
         assert (trained.code, trained.err) == (0, "")

@@ -50,8 +50,8 @@ def read_model(config: Mapping[str, Any]) -> Model:
     or sizes that cannot be.
     """
     family = family_of(config)
-    _refuse(config)
     try:
+        _refuse(config)
         values = _values(config, family)
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"config.json: a value of the wrong type: {error}") from None

@@ -165,7 +165,7 @@ FAMILIES = {one.name: one for one in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GPT2)
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a config.json. Raises :class:`ConfigError` for one that is not known, with those that are."""
     name = config.get("model_type")
-    if name in FAMILIES:
+    if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
     problem = f"not an architecture that Shoal knows{nearest(str(name), FAMILIES)}"
     raise ConfigError(setting("model_type", name, problem, f"it knows {', '.join(FAMILIES)}"))

@@ -52,7 +52,7 @@ def end_tokens(folder: Path) -> frozenset[int]:
     for name in (GENERATION, CONFIG):
         if (folder / name).is_file() and (found := read_json(folder / name).get("eos_token_id")) is not None:
             ids = found if isinstance(found, list) else [found]
-            if not all(isinstance(one, int) for one in ids):
+            if not all(isinstance(one, int) and 0 <= one < 1 << 31 for one in ids):
                 raise bad(folder / name, f"eos_token_id is {found}, which is no id")
             return frozenset(ids)
     return frozenset()

@@ -27,18 +27,22 @@ class Weights:
     ``shapes``  logical name → shape
     ``dtypes``  logical name → dtype
 
-    Raises, when it is made and from headers alone, :class:`ConfigError` where config.json cannot
-    be used, and :class:`CheckpointError` naming file and tensor where the weights are damaged or do not fit it.
+    Raises, when it is made and from headers alone, :class:`ConfigError` where config.json cannot be used, and
+    :class:`CheckpointError` naming file and tensor where the weights are damaged or do not fit it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.config = folder, read_json(folder / CONFIG)
         self.model: Model = read_model(self.config)
         self.family: Family = family_of(self.config)
-        self.shapes = logical_shapes(self.model)
-        self._found: dict[str, OnDisk] = {
-            with_prefix(self.family, key): tensor for key, tensor in tensors_of(folder).items()
-        }
+        found = tensors_of(folder)
+        if len(found) < self.model.layers:  # and no module is made of a number that a stranger wrote
+            raise self._unfit(folder, f"{len(found)} tensors are not the {self.model.layers} layers of {CONFIG}")
+        try:
+            self.shapes = logical_shapes(self.model)
+        except (RuntimeError, TypeError) as error:  # what torch raises for a size that overflows
+            raise self._unfit(folder / CONFIG, f"sizes that no tensor can have: {error}") from None
+        self._found: dict[str, OnDisk] = {with_prefix(self.family, key): tensor for key, tensor in found.items()}
         stored = stored_tensors(self.family, self.shapes)
         self._check(stored)
         self._stored = {part: one for one in stored for part, _ in one.parts}
