@@ -96,8 +96,8 @@ class _Run:
                 values["hash"] = self._global_hash(batch)
             self._tell("step", **values)
             if result.skipped:
-                samples = self.source.batch(step)["sample"].tolist()
-                self._tell("skipped", step=result.step, so_far=engine.skipped, samples=samples)
+                everyones = self.source.batch(step)["sample"].tolist()
+                self._tell("skipped", step=result.step, so_far=engine.skipped, samples=everyones)
             if _due(config.evaluation.every, result.step, self.steps):
                 loss = self._evaluate()
             if _due(config.checkpoint.every, result.step, self.steps):
