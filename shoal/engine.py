@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import blake2b
 from math import isfinite
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +19,8 @@ from shoal.comm.collectives import all_reduce, broadcast, start_all_reduce
 from shoal.comm.world import World
 from shoal.config import Optimizer
 from shoal.data_parallel.buffers import average, copy_from_first
-from shoal.errors import ConfigError, Diverged, LayoutError, setting
+from shoal.errors import ConfigError, Diverged
+from shoal.feed import check_same, micro_batches
 from shoal.layout import Layout
 from shoal.local import (
     adapt,
@@ -160,9 +160,11 @@ class Engine:
         They are divided over the layout's micro-batches in order; :class:`LayoutError` when they cannot be. All ranks
         of a replica (its stages, its tensor-parallel ranks) are given the same samples.
         """
-        batches = self._micro_batches(batch)
+        batches = micro_batches(batch, self.layout.mb, self.world.device)
         self._check_whole()
-        self._check_samples(batch)
+        if not self._samples_checked:
+            check_same(batch, self._replica, self.world.device)
+            self._samples_checked = True
         self._sync.check()
         self._sync.begin()
         weight = self._weight(batches)
@@ -191,7 +193,7 @@ class Engine:
     def evaluate(self, batch: Batch) -> tuple[float, float]:
         """(summed loss, weight) over the samples of all ranks, without training; batches add up before dividing."""
         self.drain()
-        batches = self._micro_batches(batch)
+        batches = micro_batches(batch, self.layout.mb, self.world.device)
         with self._forward_only():
             loss = self._executor.run(self._programs.evaluate, batches, self._contexts())
         weight = self._weight(batches)
@@ -318,48 +320,9 @@ class Engine:
                 "from the middle of a step; make a new engine, and load a checkpoint into it"
             )
 
-    def _check_samples(self, batch: Batch) -> None:
-        """In the first step: the ranks of a replica, which share its work, must have been given the same samples."""
-        if self._samples_checked:
-            return
-        self._samples_checked = True
-        digest = blake2b(digest_size=7)
-        for name in sorted(batch):
-            digest.update(name.encode())
-            digest.update(batch[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        number = int.from_bytes(digest.digest(), "little")
-        seen = torch.tensor([number, -number], device=self.world.device)
-        all_reduce(seen, self._replica, "start", "min")
-        if seen[0] != -seen[1]:
-            raise ConfigError(
-                f"Engine: the ranks of one replica were given different samples; under {self.layout} all ranks that "
-                'share engine.mesh.coords["dp"] take the same batch'
-            )
-
     def _weight(self, batches: list[dict[str, Tensor]]) -> Tensor:
         weights = [torch.as_tensor(self.task.weight(one)) for one in batches]
         return torch.stack([weight.to(self.world.device, torch.float64) for weight in weights]).sum()
-
-    def _micro_batches(self, batch: Batch) -> list[dict[str, Tensor]]:
-        """The batch, on this rank's device, divided over the micro-batches."""
-        if other := [name for name, value in batch.items() if not isinstance(value, Tensor)]:
-            raise ConfigError(f"Engine: a batch holds tensors, with samples in dim 0; {other[0]} is none")
-        sizes = {name: len(tensor) if tensor.ndim else 0 for name, tensor in batch.items()}
-        if len(set(sizes.values())) != 1:
-            raise ConfigError(
-                f"Engine: the tensors of a batch must have one number of samples in dim 0; they have {sizes}"
-            )
-        samples, count = next(iter(sizes.values())), self.layout.mb
-        if samples == 0:
-            raise ConfigError("Engine: the batch has no samples; give every replica at least one a micro-batch")
-        if samples % count:
-            raise LayoutError(
-                setting("layout.mb", count, f"does not divide the {samples} samples of this rank",
-                        f"use one of {[n for n in range(1, samples + 1) if samples % n == 0]}")
-            )  # fmt: skip
-        here = {name: tensor.to(self.world.device) for name, tensor in batch.items()}
-        size = samples // count
-        return [{name: tensor[i * size : (i + 1) * size] for name, tensor in here.items()} for i in range(count)]
 
 
 def _check_module(module: nn.Module) -> None:

@@ -54,11 +54,13 @@ def test_the_launchers_variables_say_which_rank_this_is(
     monkeypatch.setattr(world_module.dist, "TCPStore", made.store)
     monkeypatch.setattr(world_module, "World", made.world)
     monkeypatch.setattr(world_module, "pick_device", lambda name, local: (name, local))
+    monkeypatch.setattr(world_module, "share_a_gpu", lambda device, ranks: (device, ranks))
     init(device="auto", timeout_s=9)
     assert made.store.call_args.args == ("localhost", 29500)
     assert made.store.call_args.kwargs["is_master"] is False
     assert made.world.call_args.args == (3, 4, made.store.return_value)
-    assert made.world.call_args.kwargs == {"device": ("auto", 1), "timeout_s": 9, "name": "shoal/2"}
+    where = {"device": ("auto", 1), "shared": (("auto", 1), 4)}
+    assert made.world.call_args.kwargs == {**where, "timeout_s": 9, "name": "shoal/2"}
 
 
 @pytest.mark.parametrize(
