@@ -147,7 +147,10 @@ class _Run:
         ids = tokenizer.encode(prompt, add_special_tokens=False).ids if tokenizer else []
         told = json.loads(self.world.hear_first(json.dumps([ids, tokenizer.get_vocab_size() if tokenizer else 0])))
         if told[0]:
-            drawn = generate(self.engine.decoding(), told[0], tokens=self.config.run.sample_tokens, known=told[1])
+            shape, count = self.config.model, self.config.run.sample_tokens
+            if shape.positions == "learned":  # the last token that is drawn needs no position
+                count = min(count, shape.max_positions - len(told[0]) + 1)
+            drawn = generate(self.engine.decoding(), told[0], tokens=count, known=told[1])
             said = list(drawn)
             if tokenizer is not None:
                 self._tell("sample", prompt=prompt, text=tokenizer.decode(said))

@@ -17,6 +17,7 @@ from shoal.data.tokenize import END_OF_DOCUMENT, load_tokenizer
 from shoal.errors import CheckpointError, ConfigError, setting
 from shoal.local import allot, lay_out
 from shoal.mesh import Grid
+from shoal.model.context import check_room
 from shoal.model.decoder import Decoder
 from shoal.model.generate import decoding, generate
 from shoal.model.hf import end_tokens
@@ -48,7 +49,7 @@ def speak(
     """What the model of a run folder (its newest checkpoint), or of one checkpoint, adds to ``prompt``, piece by piece.
 
     Raises, before the first piece, :class:`CheckpointError` where there is no usable checkpoint and
-    :class:`ConfigError` for an empty prompt.
+    :class:`ConfigError` for an empty prompt, and for a text that is longer than the positions the model has learned.
     """
     found = checkpoint.resolve(path)
     tokenizer_path = found.parent / TOKENIZER
@@ -59,8 +60,10 @@ def speak(
     if not ids:
         raise ConfigError(setting("--prompt", repr(prompt), "no tokens in it", 'give some text, such as "In the"'))
     stops = end_tokens(found.parent / COMPANIONS) or {tokenizer.token_to_id(END_OF_DOCUMENT)}
+    model = load_model(found)
+    check_room(model.shape, len(ids) + tokens - 1)
     drawn = generate(
-        decoding(load_model(found)),
+        decoding(model),
         ids,
         tokens=tokens,
         temperature=temperature,
