@@ -58,7 +58,6 @@ def start_all_reduce(tensor: Tensor, group: Group, purpose: str, reduction: Redu
     group.ledger.record("all_reduce", tensor.numel(), group.size, group.axis, purpose)
     options = dist.AllreduceOptions()
     options.reduceOp = _OPS[reduction]  # type: ignore[assignment]  # the stub knows one of the two names
-    options.asyncOp = True  # else NCCL would run it in the stream that computes
     return Pending(group.handle.allreduce([tensor], options), group, purpose)
 
 
