@@ -59,7 +59,16 @@ def test_what_is_left_out_has_its_default_and_key_value_heads_are_all_heads() ->
         ({"model": {"hidden": 18}}, "model.hidden = 18: must be heads (6) times an even head size; use 24"),
         ({"model": {"kv_heads": 4}}, "model.kv_heads = 4: must divide heads (6); use one of [1, 2, 3, 6]"),
         ({"data": {"source": "tokens"}}, "data.path is missing"),
-        ({"schedule": {"kind": "cosinus"}}, "schedule.kind = cosinus: input should be 'constant', 'cosine' or 'wsd'"),
+        (
+            {"schedule": {"kind": "cosinus"}},
+            "schedule.kind = cosinus: input should be 'constant', 'linear', 'cosine' or 'wsd' (did",
+        ),
+        (
+            {"optimizer": {"name": "adam"}},
+            "optimizer.name = adam: input should be 'adamw', 'sgd', 'lion' or 'muon' (did you mean 'ad",
+        ),
+        ({"optimizer": {"groups": [{"match": "a", "rate": 1}]}}, "optimizer.groups.0.rate: unknown key"),
+        ({"optimizer": {"groups": [{"lr": 1}]}}, "optimizer.groups.0.match: missing"),
         ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas.1 = 1.0: input should be less than 1"),
         ({"optimizer": {"lr": float("nan")}}, "optimizer.lr = nan: input should be a finite number"),
         ({"run": {"name": "a/b"}}, "run.name = a/b: "),

@@ -147,7 +147,8 @@ def _fill(
 ) -> Iterator[Bucket]:
     waiting: list[LocalParameter] = []
     size = 0
-    ordered = sorted(members, key=lambda one: (-one.unit, [(-each.weight_decay, each.lr) for each in treat(one)]))
+    first = {one.name: treat(one)[0] for one in members}
+    ordered = sorted(members, key=lambda one: (-one.unit, -first[one.name].weight_decay, first[one.name].lr))
     for _, unit in groupby(ordered, key=lambda one: one.unit):
         together = list(unit)
         more = sum(one.parameter.numel() * one.parameter.element_size() for one in together)
