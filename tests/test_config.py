@@ -163,6 +163,17 @@ def test_a_printed_configuration_reads_back_as_itself(text: str, lr: float, tied
     assert parse(tomllib.loads(toml(config))) == config
 
 
+def test_groups_of_the_optimizer_read_back_in_their_order_and_can_be_set(tmp_path: Path) -> None:
+    groups = [{"match": "*.q.weight", "lr": 0.5}, {"match": "embed.*", "weight_decay": 0.0, "name": "lion"}]
+    config = parse(table(optimizer={"name": "muon", "groups": groups}))
+    assert [(one.match, one.lr, one.weight_decay, one.name) for one in config.optimizer.groups] == [
+        ("*.q.weight", 0.5, None, None), ("embed.*", 1.0, 0.0, "lion"),
+    ]  # fmt: skip
+    assert parse(tomllib.loads(toml(config))) == config
+    one = load(written(tmp_path), ['optimizer.groups=[{match = "embed.*", name = "sgd"}]']).optimizer.groups
+    assert [(group.match, group.name) for group in one] == [("embed.*", "sgd")]
+
+
 @pytest.mark.parametrize("text", ["\r\n", "\x0c", "\x1b", "\x7f"], ids=ascii)
 def test_a_printed_separator_of_control_characters_reads_back_as_itself(text: str) -> None:
     config = parse(table(data={"separator": text}))
