@@ -22,7 +22,8 @@ from shoal.placement import Box
 
 
 class Move(NamedTuple):
-    """A box of the matrix ``name`` that goes from one rank to another, or stays where it is."""
+    """A box of the matrix ``name`` that goes from one rank to another, or stays where it is. Ranks are places in a
+    group."""
 
     name: str
     box: Box
@@ -31,7 +32,7 @@ class Move(NamedTuple):
 
     @property
     def numel(self) -> int:
-        return prod(stop - start for start, stop in self.box)
+        return _size(self.box)
 
 
 class Held(NamedTuple):
@@ -80,7 +81,8 @@ def plan(held: Sequence[Mapping[str, Held]], rank: int) -> Plan:
         for each in holders[name]:
             for box in held[each][name].boxes:
                 copies[box].append(each)
-                amount[each] += prod(stop - start for start, stop in box)
+                amount[each] += _size(box)
+        assert sum(map(_size, copies)) == prod(shapes[name]), f"{name}: its boxes are not all of it, or overlap"
         most = max(amount.values())
         owner = min((each for each in amount if 2 * amount[each] >= most), key=lambda each: (work[each], each))
         work[owner] += _work(shapes[name])
@@ -105,9 +107,11 @@ def carry(
 
     ``like`` gives the dtype and device of all of them. Words received are entered in the ledger for ``purpose``.
     """
-    me = group.rank
-    out = [[move for move in moves if move.source == me != move.to == at] for at in group.ranks]
-    into = [[move for move in moves if move.to == me != move.source == at] for at in group.ranks]
+    out: list[list[Move]] = [[] for _ in group.ranks]
+    into: list[list[Move]] = [[] for _ in group.ranks]
+    for move in moves:
+        if move.source != move.to:
+            (out[move.to] if move.source == group.index else into[move.source]).append(move)
     sent = torch.cat([like.new_empty(0), *(take(move).reshape(-1) for to_one in out for move in to_one)])
     sizes = [[sum(move.numel for move in of_one) for of_one in each] for each in (into, out)]
     received = like.new_empty(sum(sizes[0]))
@@ -119,6 +123,10 @@ def carry(
     arrived = [move for from_one in into for move in from_one]
     for move, values in zip(arrived, received.split([move.numel for move in arrived]), strict=True):
         put(move, values)
+
+
+def _size(box: Box) -> int:
+    return prod(stop - start for start, stop in box)
 
 
 def _work(shape: Sequence[int]) -> int:

@@ -149,3 +149,5 @@ def test_the_work_is_shared_among_those_who_hold_much() -> None:
     few = Held((16, 16), (((0, 1), (0, 16)),))
     rest = Held((16, 16), (((1, 16), (0, 16)),))
     assert plan([{"w": few}, {"w": rest}], 0).owned == {}, "not by one who has little of it"
+    with pytest.raises(AssertionError, match="w: its boxes are not all of it"):
+        plan([{"w": rest}, {"w": rest}], 0)
