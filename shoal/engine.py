@@ -36,7 +36,8 @@ from shoal.model.generate import Decode
 from shoal.model.task import PlainTask, Task
 from shoal.optim.clip import clip_factor
 from shoal.optim.guard import Guard
-from shoal.optim.optimizers import Updater, state_names
+from shoal.optim.optimizers import Updater
+from shoal.optim.treatment import Treatments
 from shoal.pipeline.executor import Executor, Handlers, Stage
 from shoal.pipeline.lines import Lines
 from shoal.placement import Fragment
@@ -70,7 +71,8 @@ class Engine:
     ``loss(output, batch)`` that sums over samples and, if the mean is not over samples, ``weight(batch)``; its
     parameters are then copied from rank 0. ``rate(step)`` scales the learning rate.
 
-    Raises :class:`LayoutError` where the layout is not built yet, or does not fit the world or the model.
+    Raises :class:`LayoutError` where the layout is not built yet, or does not fit the world or the model, and
+    :class:`ConfigError` where the optimizer does not.
     """
 
     def __init__(
@@ -112,6 +114,8 @@ class Engine:
         module, roles, layers, mesh = self.task.module, self.task.roles, self.task.layers(), self.mesh
         half = any(parameter.dtype == torch.float16 for parameter in module.parameters())
         self._guard = Guard(self.optimizer.skips, scaled=half)
+        treat = Treatments(self.optimizer)
+        treat.check(module, roles)
         # What has values already has them from the first rank.
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.world.device))
         given = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
@@ -134,8 +138,8 @@ class Engine:
         runs = tuple((unit, run_of(self.layout, self.task, unit, at)) for unit in mine)
         # Shard, and materialise by placement.
         uses = {unit: [names[parameter] for parameter in used[unit]] for unit in mine}
-        self._sync = sync_of(self.layout, held, state_names(self.optimizer), mesh, uses)
-        self._updater = Updater(self.optimizer, self._sync.runs())
+        self._sync = sync_of(self.layout, held, treat, mesh, uses)
+        self._updater = Updater(self.optimizer, self._sync.runs(), self.world)
         self._buffers = [buffer for _, buffer in persistent_buffers(module)]
         # The Program, and what its actions mean.
         self._interpreter = interpreter

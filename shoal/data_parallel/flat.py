@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -30,7 +28,6 @@ class Flat:
     def __init__(
         self,
         bucket: Bucket,
-        states: Sequence[str],
         *,
         keep_params: bool,
         keep_grads: bool,
@@ -53,7 +50,7 @@ class Flat:
         self.masters = exact[mine].clone() if self.mixed else self.own_params
         self.grads = torch.zeros_like(self.params, dtype=self.grad_dtype) if self.buffered else self.params.new_empty(0)
         self.own_grads = self.grads[mine] if self.buffered else self.grads
-        self.states = {name: torch.zeros_like(self.masters) for name in states} if trains else {}
+        self.states = {name: torch.zeros_like(self.masters) for name in bucket.states} if trains else {}
         self._versions = self._seen()
 
     def _initial(self, dtype: torch.dtype) -> Tensor:

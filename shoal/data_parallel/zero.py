@@ -20,6 +20,7 @@ from shoal.data_parallel.flat import Flat, close, is_open, open_
 from shoal.data_parallel.sync import Sharing, Sync
 from shoal.local import LocalParameter
 from shoal.mesh import Mesh
+from shoal.optim.treatment import Treat
 
 IN_FLIGHT = 2
 """Buckets that may be under way at once: sending another waits for the oldest."""
@@ -40,11 +41,11 @@ class Zero(Sync):
         self,
         trained: Sequence[LocalParameter],
         frozen: Sequence[LocalParameter],
-        states: Sequence[str],
+        treat: Treat,
         mesh: Mesh,
         sharing: Sharing,
     ) -> None:
-        super().__init__(trained, frozen, states, mesh, sharing)
+        super().__init__(trained, frozen, treat, mesh, sharing)
         self._scattering: dict[int, _Scatter] = {}
         self._begun: set[int] = set()
         """Buckets whose part has sums of this step."""
@@ -112,14 +113,14 @@ class ZeroThree(Zero):
         self,
         trained: Sequence[LocalParameter],
         frozen: Sequence[LocalParameter],
-        states: Sequence[str],
+        treat: Treat,
         mesh: Mesh,
         sharing: Sharing,
         *,
         uses: Mapping[int, Sequence[str]],
         resident: bool,
     ) -> None:
-        super().__init__(trained, frozen, states, mesh, sharing)
+        super().__init__(trained, frozen, treat, mesh, sharing)
         self._resident = resident
         self._all = [*self.flats, *self.frozen_flats]
         number_of = {slot.held.name: n for n, flat in enumerate(self._all) for slot in flat.bucket.slots}
