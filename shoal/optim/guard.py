@@ -45,8 +45,8 @@ class Guard:
 
     def state(self) -> dict[str, float]:
         """What :meth:`restore` goes on from."""
-        counts = {"skipped": self.skipped, "in_a_row": self.in_a_row}
-        return {**counts, "scale": self.scale, "finite": self._finite} if self._scaled else counts
+        counts: dict[str, float] = {"skipped": self.skipped, "in_a_row": self.in_a_row}
+        return counts | ({"scale": self.scale, "finite": self._finite} if self._scaled else {})
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Go on where :meth:`state` was taken; from the start where it is empty. A scale is that of fp16 alone."""
