@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train setup test parity bench lint clean
+.PHONY: train setup test parity bench gpu-check lint clean
 
 train: setup
 	$(BIN)/shoal train runs/quickstart.toml
@@ -31,6 +31,9 @@ parity: setup
 
 bench: setup
 	$(BIN)/python -m bench
+
+gpu-check: setup
+	$(BIN)/python -m bench.gpu_check
 
 clean:
 	rm -rf $(VENV) out data/kjv.store

@@ -43,12 +43,12 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
 def costs_of(layers: Sequence[tuple[str, nn.Module]], roles: RoleTable) -> list[int]:
-    """What stages are balanced by: how many elements a layer computes with. An embedding is only looked up."""
+    """What stages are balanced by: how many elements a layer computes with. A table is only looked up."""
     return [
         sum(
             parameter.numel()
             for owner, module in layer.named_modules()
-            if role_of(roles, f"{name}.{owner}".rstrip(".")).kind != "embed"
+            if role_of(roles, f"{name}.{owner}".rstrip(".")).kind not in ("embed", "position")
             for parameter in module.parameters(recurse=False)
         )
         for name, layer in layers

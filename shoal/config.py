@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -37,6 +38,21 @@ class RopeScaling(Section):
     high_freq_factor: float = Field(4.0, gt=0, description="llama3")
     original_positions: Count = Field(8192, description="llama3: the length before stretching")
 
+    @model_validator(mode="after")
+    def _suits_its_kind(self) -> RopeScaling:
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            problem = f"must be more than low_freq_factor ({self.low_freq_factor})"
+            raise ValueError(
+                setting("high_freq_factor", self.high_freq_factor, problem, f"use {4 * self.low_freq_factor}")
+            )
+        for name in ("low_freq_factor", "high_freq_factor", "original_positions"):
+            if self.kind == "linear" and getattr(self, name) != (unset := type(self).model_fields[name].default):
+                problem = "linear scaling stretches all angles alike"
+                raise ValueError(
+                    setting(name, getattr(self, name), problem, f'leave it {unset}, or use kind = "llama3"')
+                )
+        return self
+
 
 class Model(Section):
     """The sizes and choices of a decoder; unless told otherwise, those of Llama."""
@@ -59,7 +75,7 @@ class Model(Section):
         "rms", description="rms-plus-one scales by 1 + weight (Gemma); layer has mean and bias (GPT-2)"
     )
     norm_eps: float = Field(1e-5, gt=0)
-    qk_norm: bool = Field(False, description="RMS norms of each query and key head (Qwen 3)")
+    qk_norm: bool = Field(False, description="norms of each query and key head (Qwen 3)")
     positions: Literal["rope", "learned"] = "rope"
     max_positions: Count = Field(1024, description="learned: rows of the table")
     rope_theta: float = Field(10_000.0, gt=0)
@@ -71,22 +87,34 @@ class Model(Section):
     out_bias: bool = Field(False, description="bias after attention")
     ffn_bias: bool = False
     scaled_embedding: bool = Field(False, description="the embedding is multiplied by √hidden (Gemma)")
-    z_loss: float = Field(0.0, ge=0, description="weight of log²Σexp(logits) in the loss")
+    z_loss: float = Field(0.0, ge=0, description="weight of log²Σexp(logits) in the loss while training")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Model:
-        if "head_dim" not in self.model_fields_set and (self.hidden % self.heads or self.head_dim % 2):
+        # Rotary angles turn pairs.
+        unit, size = (2, "an even head size") if self.positions == "rope" else (1, "a head size")
+        if "head_dim" not in self.model_fields_set and self.hidden % (unit * self.heads):
             raise ValueError(
-                setting("hidden", self.hidden, f"must be heads ({self.heads}) times an even head size",
-                        f"use {self._near(self.hidden, 2 * self.heads)}")
+                setting("hidden", self.hidden, f"must be heads ({self.heads}) times {size}",
+                        f"use {self._near(self.hidden, unit * self.heads)}")
             )  # fmt: skip
-        if self.head_dim % 2:
+        if self.head_dim % unit:
             raise ValueError(setting("head_dim", self.head_dim, "must be even", f"use {self.head_dim + 1}"))
         if self.heads % self.kv_heads:
             raise ValueError(
                 setting("kv_heads", self.kv_heads, f"must divide heads ({self.heads})",
                         f"use one of {[n for n in range(1, self.heads + 1) if self.heads % n == 0]}")
             )  # fmt: skip
+        return self
+
+    @model_validator(mode="after")
+    def _positions_are_of_one_kind(self) -> Model:
+        if self.positions == "learned":
+            for name in ("rope_theta", "rope_scaling"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    shown = value.kind if isinstance(value, RopeScaling) else value
+                    legal = 'leave it out, or use positions = "rope"'
+                    raise ValueError(setting(name, shown, "learned positions have no rotary angles", legal))
         return self
 
     @property
@@ -97,6 +125,13 @@ class Model(Section):
     @staticmethod
     def _near(value: int, unit: int) -> int:
         return max(unit, round(value / unit) * unit)
+
+
+class DataSource(Section):
+    """One of several token stores."""
+
+    path: Path = Field(description="token store made by `shoal data`, or Megatron's .bin/.idx")
+    weight: float = Field(1.0, gt=0, description="its share of the samples is this over the sum of all weights")
 
 
 class Data(Section):
@@ -111,16 +146,43 @@ class Data(Section):
     tokenizer_vocab: Count | None = Field(
         None, description="entries of the tokenizer that is trained on the text if the store is missing"
     )
+    sources: tuple[DataSource, ...] = Field((), description="several token stores instead of path")
     seq_len: Count
     batch: Count = Field(description="samples in a step, over all ranks")
-    validation: Fraction = Field(0.0, description="share of the samples kept for validation")
-    documents: bool = Field(False, description="attention and positions stop at document bounds")
+    batch_ramp: tuple[tuple[Count, Count], ...] = Field(
+        (), description="[step, samples]: from that step on (counted from 0) a step has so many"
+    )
+    validation: Fraction = Field(0.0, description="share of the samples kept for validation, of each source")
+    packing: Literal["stream", "documents"] = Field(
+        "stream", description="samples are windows over all text, or whole documents side by side with padding"
+    )
+    documents: bool = Field(
+        default_factory=lambda known: known.get("packing") == "documents",
+        description='attention and positions stop at document bounds; unset: with packing = "documents"',
+    )
 
     @model_validator(mode="after")
     def _has_path(self) -> Data:
-        if self.source == "tokens" and self.path is None:
+        if self.source == "tokens" and self.path is None and not self.sources:
             raise ValueError('path is missing; name a token store, or use source = "synthetic"')
+        for name in ("path", "text"):
+            if self.sources and (value := getattr(self, name)) is not None:
+                raise ValueError(setting(name, value, "there are sources too", "leave out one of them"))
         return self
+
+    @model_validator(mode="after")
+    def _ramp_rises(self) -> Data:
+        steps = [0, *(step for step, _ in self.batch_ramp)]
+        for before, step in pairwise(steps):
+            if step <= before:
+                problem = f"does not come after step {before}"
+                raise ValueError(setting("batch_ramp", step, problem, f"use steps that rise, such as {before + 1}"))
+        return self
+
+    @property
+    def stores(self) -> tuple[Path, ...]:
+        """The token stores that are read."""
+        return tuple(one.path for one in self.sources) or ((self.path,) if self.path is not None else ())
 
 
 OptimizerName = Literal["adamw", "sgd", "lion", "muon"]
@@ -174,6 +236,9 @@ class Checkpoint(Section):
 
     every: Interval = Field(0, description="steps between saves; 0 saves at the end only")
     keep: Count = Field(2, description="newest checkpoints that stay")
+    start: Path | None = Field(
+        None, description="weights to begin with: a checkpoint, a run's or an import's folder, or a Hugging Face folder"
+    )
 
 
 class Log(Section):
@@ -217,6 +282,15 @@ class Config(Section):
     layout: dict[str, bool | int | float | str] = Field(
         default_factory=dict, description='the keys of `--layout`, such as dp = 2 or tp = "4:2d"'
     )
+
+    @model_validator(mode="after")
+    def _samples_have_positions(self) -> Config:
+        model, length = self.model, self.data.seq_len
+        if model.positions == "learned" and length > model.max_positions:
+            problem = f"is more than the {model.max_positions} positions that the model learns"
+            legal = f"use at most {model.max_positions}, or a larger model.max_positions"
+            raise ValueError(setting("data.seq_len", length, problem, legal))
+        return self
 
     def plan(self) -> Layout:
         """The layout that the file names. Raises LayoutError where it is malformed."""
@@ -282,7 +356,7 @@ def _explain(fault: Any) -> str:
     if fault["type"] == "missing" and isinstance(fault["loc"][-1], str):
         return f"{name}: missing; the run file must set it"
     if fault["type"] == "value_error":
-        return f"{name}.{fault['ctx']['error']}"
+        return f"{name}.{fault['ctx']['error']}".lstrip(".")
     return setting(
         name,
         fault["input"],

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import blake2b
-from math import isfinite
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +18,8 @@ from shoal.comm.collectives import all_reduce, broadcast, start_all_reduce
 from shoal.comm.world import World
 from shoal.config import Optimizer
 from shoal.data_parallel.buffers import average, copy_from_first
-from shoal.errors import ConfigError, Diverged, LayoutError, setting
+from shoal.errors import ConfigError, Diverged
+from shoal.feed import check_same, micro_batches
 from shoal.layout import Layout
 from shoal.local import (
     adapt,
@@ -36,7 +35,7 @@ from shoal.model.decoder import Decoder
 from shoal.model.generate import Decode
 from shoal.model.task import PlainTask, Task
 from shoal.optim.clip import clip_factor
-from shoal.optim.loss_scale import LossScale
+from shoal.optim.guard import Guard
 from shoal.optim.optimizers import Updater
 from shoal.optim.treatment import Treatments
 from shoal.pipeline.executor import Executor, Handlers, Stage
@@ -94,9 +93,7 @@ class Engine:
         self.optimizer, self.rate, self.seed = optimizer or Optimizer(), rate, seed
         self.task = _as_task(model, loss, weight)
         _check_module(self.task.module)
-        self.steps_done, self.skipped = 0, 0
-        """Steps taken, and how many of them had gradients that were not finite and updated nothing."""
-        self._skipped_in_a_row = 0
+        self.steps_done = 0
         self._cut_short, self._samples_checked = False, False
         self.on_gradients: Callable[[], None] = lambda: None
         """Called when gradients are reduced and not yet clipped: the moment at which they can be compared."""
@@ -115,6 +112,8 @@ class Engine:
     def _apply(self) -> None:
         """Apply the layout to the model. The order matters, and here is where it is written."""
         module, roles, layers, mesh = self.task.module, self.task.roles, self.task.layers(), self.mesh
+        half = any(parameter.dtype == torch.float16 for parameter in module.parameters())
+        self._guard = Guard(self.optimizer.skips, scaled=half)
         treat = Treatments(self.optimizer)
         treat.check(module, roles)
         # What has values already has them from the first rank.
@@ -141,7 +140,6 @@ class Engine:
         uses = {unit: [names[parameter] for parameter in used[unit]] for unit in mine}
         self._sync = sync_of(self.layout, held, treat, mesh, uses)
         self._updater = Updater(self.optimizer, self._sync.runs(), self.world)
-        self._loss_scale = LossScale(dynamic=any(one.parameter.dtype == torch.float16 for one in held))
         self._buffers = [buffer for _, buffer in persistent_buffers(module)]
         # The Program, and what its actions mean.
         self._interpreter = interpreter
@@ -164,9 +162,11 @@ class Engine:
         They are divided over the layout's micro-batches in order; :class:`LayoutError` when they cannot be. All ranks
         of a replica (its stages, its tensor-parallel ranks) are given the same samples.
         """
-        batches = self._micro_batches(batch)
+        batches = micro_batches(batch, self.layout.mb, self.world.device)
         self._check_whole()
-        self._check_samples(batch)
+        if not self._samples_checked:
+            check_same(batch, self._replica, self.world.device)
+            self._samples_checked = True
         self._sync.check()
         self._sync.begin()
         weight = self._weight(batches)
@@ -174,9 +174,10 @@ class Engine:
 
         def scale() -> Tensor:
             agreed.wait()
-            return torch.where(weight > 0, self._loss_scale.value / weight, 0.0)
+            return torch.where(weight > 0, self._guard.scale / weight, 0.0)
 
         contexts = self._contexts(seed=self.seed, step=self.steps_done, train=True)
+        buffers = [buffer.clone() for buffer in self._buffers]
         try:
             with torch.enable_grad():
                 loss = self._executor.run(self._programs.train, batches, contexts, scale)
@@ -186,16 +187,24 @@ class Engine:
             raise
         agreed.wait()  # a rank without a gradient of its own has not asked for the scale
         all_reduce(loss, self._losses, "loss")
+        if not self._updated:
+            for buffer, before in zip(self._buffers, buffers, strict=True):
+                buffer.copy_(before)
         average(self._buffers, self._replicas)
         self.steps_done += 1
         counted = weight.item()
         mean = loss.item() / counted if counted else 0.0
-        return StepResult(self.steps_done, mean, self._grad_norm, self._lr, counted, skipped=self._skipped_in_a_row > 0)
+        return StepResult(self.steps_done, mean, self._grad_norm, self._lr, counted, skipped=not self._updated)
+
+    @property
+    def skipped(self) -> int:
+        """How many steps had gradients that were not finite, and updated nothing."""
+        return self._guard.skipped
 
     def evaluate(self, batch: Batch) -> tuple[float, float]:
         """(summed loss, weight) over the samples of all ranks, without training; batches add up before dividing."""
         self.drain()
-        batches = self._micro_batches(batch)
+        batches = micro_batches(batch, self.layout.mb, self.world.device)
         with self._forward_only():
             loss = self._executor.run(self._programs.evaluate, batches, self._contexts())
         weight = self._weight(batches)
@@ -230,7 +239,7 @@ class Engine:
         that many of the newest remain.
         """
         self.drain()
-        kept = {**(meta or {}), _META: {"skipped": self.skipped, **self._loss_scale.state()}}
+        kept = {**(meta or {}), _META: self._guard.state()}
         return checkpoint.save(folder, self.steps_done, self.fragments(), kept, self.world, keep)
 
     def load(self, path: Path, *, states: bool = True) -> dict[str, Any]:
@@ -246,9 +255,9 @@ class Engine:
         if not states:
             for fragment in self._sync.states():
                 fragment.tensor.zero_()
-        own = meta.pop(_META, {}) if states else {}
-        self.steps_done, self.skipped = step if states else 0, own.get("skipped", 0)
-        self._loss_scale.restore(own)
+        own = meta.pop(_META, {})
+        self.steps_done = step if states else 0
+        self._guard.restore(own if states else {})
         self._updater.set_steps(self.steps_done - self.skipped)
         return meta
 
@@ -266,30 +275,19 @@ class Engine:
     def _norm(self) -> None:
         self._sync.finish()
         self.on_gradients()
-        self._grad_norm = self._sync.norm() / self._loss_scale.value
+        self._grad_norm = self._sync.norm() / self._guard.scale
 
     def _update(self) -> None:
-        finite = isfinite(self._grad_norm)  # known to all ranks alike
-        if finite:
-            factor = clip_factor(self._grad_norm, self.optimizer.clip) / self._loss_scale.value
-            self._lr = self._updater.update(self.rate(self.steps_done), factor)
-            self._skipped_in_a_row = 0
-        else:
-            self._lr = 0.0
-            self._skip()
-        self._loss_scale.saw(finite)
-        self._sync.updated()
-
-    def _skip(self) -> None:
-        """A gradient was not finite on some rank: no rank updates anything."""
-        if self._skipped_in_a_row == self.optimizer.skips:
+        factor = clip_factor(self._grad_norm, self.optimizer.clip) / self._guard.scale
+        self._updated = self._guard.passes(self._grad_norm)
+        if self._guard.exhausted:
             raise Diverged(
                 f"step {self.steps_done + 1}: the gradient norm is {self._grad_norm}; nothing was updated "
-                f"({self._skipped_in_a_row + 1} steps in a row). Go on from the last checkpoint with a lower "
-                f"optimizer.lr (it is {self.optimizer.lr}) or a longer warm-up"
+                f"({self._guard.in_a_row} steps in a row). Go on from the last checkpoint with a lower optimizer.lr "
+                f"(it is {self.optimizer.lr}) or a longer warm-up"
             )
-        self._skipped_in_a_row += 1
-        self.skipped += 1
+        self._lr = self._updater.update(self.rate(self.steps_done), factor) if self._updated else 0.0
+        self._sync.updated()
 
     def _contexts(self, **options: Any) -> Callable[[Batch], Any]:
         """Makes the context of a micro-batch, as far as it is this rank's."""
@@ -322,48 +320,9 @@ class Engine:
                 "from the middle of a step; make a new engine, and load a checkpoint into it"
             )
 
-    def _check_samples(self, batch: Batch) -> None:
-        """In the first step: the ranks of a replica, which share its work, must have been given the same samples."""
-        if self._samples_checked:
-            return
-        self._samples_checked = True
-        digest = blake2b(digest_size=7)
-        for name in sorted(batch):
-            digest.update(name.encode())
-            digest.update(batch[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        number = int.from_bytes(digest.digest(), "little")
-        seen = torch.tensor([number, -number], device=self.world.device)
-        all_reduce(seen, self._replica, "start", "min")
-        if seen[0] != -seen[1]:
-            raise ConfigError(
-                f"Engine: the ranks of one replica were given different samples; under {self.layout} all ranks that "
-                'share engine.mesh.coords["dp"] take the same batch'
-            )
-
     def _weight(self, batches: list[dict[str, Tensor]]) -> Tensor:
         weights = [torch.as_tensor(self.task.weight(one)) for one in batches]
         return torch.stack([weight.to(self.world.device, torch.float64) for weight in weights]).sum()
-
-    def _micro_batches(self, batch: Batch) -> list[dict[str, Tensor]]:
-        """The batch, on this rank's device, divided over the micro-batches."""
-        if other := [name for name, value in batch.items() if not isinstance(value, Tensor)]:
-            raise ConfigError(f"Engine: a batch holds tensors, with samples in dim 0; {other[0]} is none")
-        sizes = {name: len(tensor) if tensor.ndim else 0 for name, tensor in batch.items()}
-        if len(set(sizes.values())) != 1:
-            raise ConfigError(
-                f"Engine: the tensors of a batch must have one number of samples in dim 0; they have {sizes}"
-            )
-        samples, count = next(iter(sizes.values())), self.layout.mb
-        if samples == 0:
-            raise ConfigError("Engine: the batch has no samples; give every replica at least one a micro-batch")
-        if samples % count:
-            raise LayoutError(
-                setting("layout.mb", count, f"does not divide the {samples} samples of this rank",
-                        f"use one of {[n for n in range(1, samples + 1) if samples % n == 0]}")
-            )  # fmt: skip
-        here = {name: tensor.to(self.world.device) for name, tensor in batch.items()}
-        size = samples // count
-        return [{name: tensor[i * size : (i + 1) * size] for name, tensor in here.items()} for i in range(count)]
 
 
 def _check_module(module: nn.Module) -> None:

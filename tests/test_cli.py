@@ -15,7 +15,7 @@ from shoal import config as configuration
 from shoal.data.tokenize import byte_tokenizer
 from shoal.train import verify as verification
 
-COMMANDS = ("train", "verify", "layout", "data", "generate", "inspect")
+COMMANDS = ("train", "verify", "layout", "data", "generate", "inspect", "import", "export")
 SHORT = sets(run__steps=3, checkpoint__every=2, evaluation__every=2, log__tensorboard="true")
 
 
@@ -248,6 +248,22 @@ def test_data_makes_a_store_that_inspect_shows(shoal: Shoal, tmp_path: Path) -> 
     assert told["fingerprint"] == json.loads(shoal("inspect", out, "--json").out)["fingerprint"]
     flip(out / "tokens.bin")
     refused(shoal("inspect", out, "--verify"), f"{out / 'tokens.bin'}: CRC-32 is")
+
+
+def test_data_takes_conversations_and_says_how_much_of_them_counts(shoal: Shoal, tmp_path: Path) -> None:
+    chats, out = tmp_path / "chats.jsonl", tmp_path / "chats.store"
+    turns = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "2"}]
+    chats.write_text("\n".join([json.dumps({"messages": turns})] * 9), encoding="utf-8")
+    result = shoal("data", "make", chats, out, "--train-vocab", 270)
+    assert (result.code, result.err) == (0, "")
+    assert "18 of the tokens (" in result.out
+    assert ") count in the loss; written as chatml" in result.out
+    assert json.loads(shoal("inspect", out, "--json").out)["tokens_that_count"] == 18
+    told = json.loads(shoal("data", chats, out, "--train-vocab", 270, "--overwrite", "--json").out)
+    assert (told["counted"], told["template"], told["documents"]) == (18, "chatml", 9)
+    again = ("data", chats, tmp_path / "other", "--tokenizer", out / "tokenizer.json", "--template")
+    refused(shoal(*again, "llama-3"), "--template = llama-3: the tokenizer has no <|begin_of_text|>, <|start_header")
+    assert shoal(*again, "plain", "--field", "messages").code == 0
 
 
 def test_data_refuses_what_it_cannot_read(shoal: Shoal, tmp_path: Path) -> None:

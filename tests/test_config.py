@@ -58,7 +58,42 @@ def test_what_is_left_out_has_its_default_and_key_value_heads_are_all_heads() ->
         ({"model": {"hidden": 40}}, "model.hidden = 40: must be heads (6) times an even head size; use 36"),
         ({"model": {"hidden": 18}}, "model.hidden = 18: must be heads (6) times an even head size; use 24"),
         ({"model": {"kv_heads": 4}}, "model.kv_heads = 4: must divide heads (6); use one of [1, 2, 3, 6]"),
+        ({"model": {"head_dim": 5}}, "model.head_dim = 5: must be even; use 6"),
+        (
+            {"model": {"positions": "learned", "hidden": 25}},
+            "model.hidden = 25: must be heads (6) times a head size; use 24",
+        ),
+        (
+            {"model": {"positions": "learned", "rope_scaling": {"kind": "linear", "factor": 2}}},
+            "model.rope_scaling = linear: learned positions have no rotary angles; leave it out, or use positions = ",
+        ),
+        (
+            {"model": {"positions": "learned", "rope_theta": 500.0}},
+            "model.rope_theta = 500.0: learned positions have no rotary angles; leave it out, or use positions = ",
+        ),
+        (
+            {"model": {"rope_scaling": {"kind": "llama3", "factor": 2, "low_freq_factor": 4}}},
+            "model.rope_scaling.high_freq_factor = 4.0: must be more than low_freq_factor (4.0); use 16.0",
+        ),
+        (
+            {"model": {"rope_scaling": {"kind": "linear", "factor": 2, "original_positions": 4096}}},
+            "model.rope_scaling.original_positions = 4096: linear scaling stretches all angles alike; leave it 8192,",
+        ),
+        (
+            {"model": {"positions": "learned", "max_positions": 3}},
+            "data.seq_len = 4: is more than the 3 positions that the model learns; use at most 3, or a larger",
+        ),
         ({"data": {"source": "tokens"}}, "data.path is missing"),
+        ({"data": {"path": "a", "sources": [{"path": "b"}]}}, "data.path = a: there are sources too; leave out one"),
+        ({"data": {"sources": [{"path": "b", "weight": 0}]}}, "data.sources.0.weight = 0: input should be greater"),
+        ({"data": {"sources": [{"path": "b", "wieght": 1}]}}, "data.sources.0.wieght: unknown key (did you mean"),
+        ({"data": {"batch_ramp": [[5, 8], [5, 9]]}}, "data.batch_ramp = 5: does not come after step 5; use steps that"),
+        ({"data": {"batch_ramp": [[0, 8]]}}, "data.batch_ramp.0.0 = 0: input should be greater than or equal to 1"),
+        ({"data": {"packing": "whole"}}, "data.packing = whole: input should be 'stream' or 'documents'"),
+        (
+            {"schedule": {"kind": "cosinus"}},
+            "schedule.kind = cosinus: input should be 'constant', 'linear', 'cosine' or 'wsd'",
+        ),
         (
             {"schedule": {"kind": "cosinus"}},
             "schedule.kind = cosinus: input should be 'constant', 'linear', 'cosine' or 'wsd' (did",

@@ -16,7 +16,7 @@ from shoal.engine import Engine, StepResult
 from shoal.errors import LayoutError
 from shoal.layout import Layout
 from shoal.meter import Meter
-from shoal.optim.loss_scale import INTERVAL, START, LossScale
+from shoal.optim.guard import INTERVAL, START, Guard
 from shoal.train.pool import Pool
 from shoal.train.setup import make_engine, make_model, open_data
 from shoal.train.verify import verify
@@ -98,16 +98,16 @@ def losses_and_weights(world: World, line: str) -> tuple[list[StepResult], list[
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_every_stage_of_zero_computes_the_same(dtype: str, pool: Pool) -> None:
-    """Two ranks have one sum, so the losses are equal to the last bit; the masters are but for the norm's rounding."""
+    """But for the norm's rounding, which the clipping carries to the masters."""
     found = {}
     for line in ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"):
         ranks = pool.run(losses_and_weights, f"{line},dtype={dtype}", ranks=2)
         found[line] = [one.loss for one in ranks[0][0]], put_together(held for _, held in ranks)
     (losses, full), *others = found.values()
     for other, weights_of in others:
-        assert other == losses
+        assert other == pytest.approx(losses, rel=1e-5)
         for name, tensor in weights_of.items():
-            torch.testing.assert_close(tensor, full[name], rtol=1e-6, atol=1e-5)
+            torch.testing.assert_close(tensor, full[name], rtol=1e-6, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "bf16{grads=bf16}"])
@@ -188,34 +188,45 @@ def test_a_checkpoint_has_the_masters_and_goes_on_to_the_last_bit(line: str, poo
 
 
 def test_the_scale_halves_when_it_was_too_large_and_grows_when_it_was_not() -> None:
-    scale = LossScale(dynamic=True)
+    guard = Guard(0, scaled=True)
     for _ in range(3):
-        scale.saw(finite=False)
-    assert scale.value == START / 8
+        assert not guard.passes(float("inf"))
+    assert (guard.scale, guard.skipped, guard.exhausted) == (START / 8, 3, False)
     for _ in range(INTERVAL - 1):
-        scale.saw(finite=True)
-    again = LossScale(dynamic=True)
-    again.restore(scale.state())
-    for one in (scale, again):
-        assert one.value == START / 8
-        one.saw(finite=True)
-        assert one.value == START / 4
-    still = LossScale(dynamic=False)
-    still.saw(finite=False)
-    assert (still.value, still.state()) == (1.0, {})
+        assert guard.passes(1.0)
+    again = Guard(0, scaled=True)
+    again.restore(guard.state())
+    for one in (guard, again):
+        assert one.scale == START / 8
+        assert one.passes(1.0)
+        assert one.scale == START / 4
+    again.restore({})
+    assert (again.scale, again.skipped) == (START, 0)
+
+
+def test_what_no_scale_can_save_may_be_skipped_so_many_times_in_a_row() -> None:
+    guard = Guard(2, scaled=True)
+    while guard.scale > 1:
+        guard.passes(float("nan"))
+    assert [guard.passes(float("nan")) or guard.exhausted for _ in range(3)] == [False, False, True]
+    plain = Guard(2, scaled=False)
+    plain.restore(guard.state())
+    assert (plain.scale, plain.exhausted) == (1.0, True)
+    assert plain.passes(1.0)
+    assert not plain.exhausted
 
 
 def overflowing(world: World, line: str, folder: Path) -> tuple[list[bool], float, list[bool]]:
     """From a scale at which gradients overflow."""
-    config = read("optimizer.skips=32")
+    config = read("optimizer.skips=0")
     engine = make(world, config, line)
-    engine._loss_scale.value = 2.0**40
+    engine._guard.scale = 2.0**40
     skipped = [one.skipped for one in train(engine, config, 32)]
     engine.save(folder)
     other = make(world, config, line)
     other.load(folder)
-    assert (other.skipped, other._loss_scale.value) == (engine.skipped, engine._loss_scale.value)
-    return skipped, engine._loss_scale.value, [one.skipped for one in train(other, config, 1)]
+    assert other._guard.state() == engine._guard.state()
+    return skipped, engine._guard.scale, [one.skipped for one in train(other, config, 1)]
 
 
 @pytest.mark.parametrize("line", ["dp=2,zero=2,dtype=fp16", "pp=2,mb=4,dtype=fp16"])
@@ -228,6 +239,53 @@ def test_a_scale_that_overflows_falls_on_all_ranks_alike(line: str, pool: Pool, 
     assert skipped == sorted(skipped, reverse=True), "once it fits, it fits"
     assert value == 2.0 ** (40 - counted[True])
     assert after == [False]
+
+
+def half_of_it_in_fp16(world: World, line: str) -> float:
+    """The norm, of a module whose last layer is in float32."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4).half(), Widen(), torch.nn.Linear(4, 1))
+    engine = Engine(module, Layout.parse(line), loss=lambda output, _: output.square().sum(), world=world)
+    return engine.step({"inputs": torch.ones(2, 4).half()}).grad_norm
+
+
+class Widen(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
+def test_the_scale_is_that_of_the_whole_model_on_every_stage(pool: Pool) -> None:
+    (alone,) = pool.run(half_of_it_in_fp16, "dp=1", ranks=1)
+    assert alone > 0.1
+    assert pool.run(half_of_it_in_fp16, "pp=2", ranks=2) == pytest.approx([alone] * 2, rel=1e-3)
+
+
+def test_a_skipped_step_leaves_buffers_as_they_were() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+    engine = Engine(module, Layout(), loss=lambda output, _: output.sum())
+    engine.step({"inputs": torch.randn(4, 2)})
+    before = module[1].running_mean.clone()
+    assert engine.step({"inputs": torch.full((4, 2), float("nan"))}).skipped
+    assert torch.equal(module[1].running_mean, before)
+    assert not engine.step({"inputs": torch.randn(4, 2)}).skipped
+
+
+@pytest.mark.parametrize("line", ["dp=1", "dp=2,zero=1"])
+def test_what_is_copied_into_a_parameter_is_what_training_goes_on_from(line: str, pool: Pool) -> None:
+    for dtype in ("float32", "bf16"):
+        found = pool.run(copied_into, line, dtype, ranks=Layout.parse(line).ranks)
+        assert found == [pytest.approx(5.0, abs=0.05)] * len(found)
+
+
+def copied_into(world: World, line: str, dtype: str) -> float:
+    config = read()
+    engine = make(world, config, f"{line},dtype={dtype}")
+    train(engine, config, 1)
+    weight = engine.task.module.get_parameter("head.norm.weight")
+    with torch.no_grad():
+        weight.copy_(torch.full_like(weight, 5.0))
+    train(engine, config, 1)
+    return float(weight.detach().float().mean())
 
 
 # ---- what is refused

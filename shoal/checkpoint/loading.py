@@ -16,10 +16,12 @@ from torch import Tensor
 from shoal.checkpoint.agree import together
 from shoal.checkpoint.boxes import cover, extents, within
 from shoal.checkpoint.folder import resolve
+from shoal.checkpoint.hf import load_weights
 from shoal.checkpoint.manifest import Manifest, StoredTensor, read_manifest
 from shoal.checkpoint.shards import FLOATING, dtype_code, verify_shard
 from shoal.comm.world import World
 from shoal.errors import CheckpointError, setting
+from shoal.model.hf import is_folder
 from shoal.placement import Fragment
 
 
@@ -45,13 +47,17 @@ class Plan:
 def load(path: Path, fragments: Sequence[Fragment], world: World) -> tuple[int, dict[str, Any]]:
     """Fill the ``fragments`` of every rank from a checkpoint; returns its step and its meta.
 
-    ``path`` is a checkpoint or a run's folder, whose latest is taken. Each rank reads the boxes that meet its own and
+    ``path`` is a checkpoint, a run's folder, whose latest is taken, or a Hugging Face folder, which has weights alone
+    and is at step 0. Each rank reads the boxes that meet its own and
     no more. Between floating dtypes values are cast; other dtypes must be the same.
 
     Raises :class:`CheckpointError`, the same on every rank and before anything is filled, when the checkpoint is
     damaged, or is of another model: a tensor of the fragments is missing or has another shape, or no rank holds one of
     the checkpoint's weights. Optimizer states that no rank holds are left out.
     """
+    if is_folder(path):
+        load_weights(path, fragments, world)
+        return 0, {}
     doing = f"cannot load {path}"
     plan, seen = together(
         lambda: _plan(resolve(path), fragments),

@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -51,11 +52,19 @@ def dtype_code(tensor: Tensor, name: str) -> str:
     return code
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
-    """Write ``tensors`` by key to a new file and force it to disk."""
+def write_shard(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    fetch: Callable[[str], Tensor] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> StoredFile:
+    """Write ``tensors`` by key to a new file and force it to disk, with ``metadata`` of the file's own.
+
+    With ``fetch``, the tensors may be on the meta device: each is fetched by its key when its turn comes.
+    """
     size = checksum = 0
     with path.open("xb") as file:
-        for data in _contents(tensors):
+        for data in _contents(tensors, fetch or tensors.__getitem__, metadata or {}):
             file.write(data)
             size += len(data)
             checksum = zlib.crc32(data, checksum)
@@ -85,10 +94,13 @@ def verify_shard(path: Path, stored: StoredFile, tensors: Mapping[str, tuple[str
         raise _damaged(path, str(error)) from error
 
 
-def _contents(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def _contents(
+    tensors: Mapping[str, Tensor], fetch: Callable[[str], Tensor], metadata: Mapping[str, str]
+) -> Iterator[bytes | memoryview]:
     """The file's bytes: the header's length, the header, and each tensor, the widest dtypes first to keep alignment."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header, offset = {}, 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
     for key, tensor in ordered:
         end = offset + tensor.numel() * tensor.element_size()
         code = dtype_code(tensor, key)
@@ -98,8 +110,10 @@ def _contents(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     head += b" " * (-len(head) % 8)
     yield len(head).to_bytes(8, "little")
     yield head
-    for _, tensor in ordered:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
+    for key, tensor in ordered:
+        contents = fetch(key)
+        assert (contents.dtype, contents.shape) == (tensor.dtype, tensor.shape), f"{key} is not what was announced"
+        flat = contents.detach().cpu().contiguous().reshape(-1)
         yield flat.view(torch.uint8).numpy().data
 
 

@@ -3,19 +3,20 @@
 All take a :class:`~shoal.comm.world.Group` and write into tensors they are given; in a group of one rank nothing is
 moved between ranks. ``purpose`` says what the words are for ("gradients", "norm", …).
 
-gloo has no reduce-scatter of its own: it reduces everything everywhere, which moves twice the words. Between CPUs,
+gloo has no reduce-scatter of its own: it reduces everything everywhere, which moves twice the words. Under gloo,
 gathers and reduce-scatters are therefore exchanges in which each rank sends every other one what that one needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.messages import Work, receive, send
 from shoal.comm.world import Group
 
 Reduction = Literal["sum", "max", "min"]
@@ -25,19 +26,13 @@ MESSAGE_TAGS = range(_TAG)
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-class _Work(Protocol):
-    """What can be waited for: a ``dist.Work``, or several of them."""
-
-    def wait(self) -> object: ...
-
-
 class Pending:
     """A collective under way; :meth:`wait` returns when its result may be read.
 
     Until then nobody may write to what it reads or touch what it writes.
     """
 
-    def __init__(self, work: _Work | None, group: Group | None = None, purpose: str = "") -> None:
+    def __init__(self, work: Work | None, group: Group | None = None, purpose: str = "") -> None:
         self._work, self._group, self._purpose = work, group, purpose
 
     def wait(self) -> None:
@@ -81,7 +76,7 @@ def start_all_gather(out: Tensor, part: Tensor, group: Group, purpose: str) -> P
     if group.handle is None:
         return Pending(None)
     group.ledger.record("all_gather", out.numel(), group.size, group.axis, purpose)
-    if part.is_cuda:
+    if group.backend == "nccl":
         return Pending(group.handle._allgather_base(out, own), group, purpose)
     return Pending(_Exchange(group, parts, [own] * group.size), group, purpose)
 
@@ -96,7 +91,7 @@ def start_reduce_scatter(out: Tensor, tensor: Tensor, group: Group, purpose: str
         flat.copy_(own)
         return Pending(None)
     group.ledger.record("reduce_scatter", tensor.numel(), group.size, group.axis, purpose)
-    if tensor.is_cuda:
+    if group.backend == "nccl":
         return Pending(group.handle._reduce_scatter_base(flat, tensor), group, purpose)
     received = [own if part is own else torch.empty_like(part) for part in parts]
 
@@ -148,12 +143,11 @@ class _Exchange:
         outgoing: Sequence[Tensor],
         finish: Callable[[], None] = lambda: None,
     ) -> None:
-        handle, me, size = group.handle, group.index, group.size
-        assert handle is not None
+        me, size = group.index, group.size
         self._finish = finish
         sources, targets = [(me - i) % size for i in range(1, size)], [(me + i) % size for i in range(1, size)]
-        self._works = [handle.recv([incoming[at]], at, _TAG) for at in sources if incoming[at].numel()]
-        self._works += [handle.send([outgoing[at]], at, _TAG) for at in targets if outgoing[at].numel()]
+        self._works = [receive(incoming[at], group, at, _TAG) for at in sources if incoming[at].numel()]
+        self._works += [send(outgoing[at], group, at, _TAG) for at in targets if outgoing[at].numel()]
 
     def wait(self) -> None:
         for work in self._works:

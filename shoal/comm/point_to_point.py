@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collectives import MESSAGE_TAGS, Pending
+from shoal.comm.messages import receive, send
 from shoal.comm.world import Group
 
 
@@ -21,10 +22,8 @@ def connect(group: Group, source: int, to: int, device: torch.device) -> None:
     NCCL connects two ranks in their first message, and both sides stand still until the other has come to it. It must
     not be one that is started ahead of what the other side waits for.
     """
-    word, handle = torch.zeros(1, device=device), group.handle
-    assert handle is not None, "nobody to connect to"
-    tag = MESSAGE_TAGS.start
-    work = handle.send([word], to, tag) if group.index == source else handle.recv([word], source, tag)
+    word, tag = torch.zeros(1, device=device), MESSAGE_TAGS.start
+    work = send(word, group, to, tag) if group.index == source else receive(word, group, source, tag)
     work.wait()
 
 
@@ -34,9 +33,8 @@ def start_send(tensor: Tensor, group: Group, to: int, tag: int) -> Pending:
     It may not be written to before :meth:`Pending.wait` has returned, which is when the other side has received it.
     """
     assert tensor.is_contiguous(), "a message is one block of memory"
-    assert group.handle is not None, "nobody to send to"
     assert tag in MESSAGE_TAGS, f"tag {tag} is for exchanges"
-    return Pending(group.handle.send([tensor], to, tag))
+    return Pending(send(tensor, group, to, tag))
 
 
 def start_receive(tensor: Tensor, group: Group, source: int, tag: int, purpose: str) -> Pending:
@@ -45,6 +43,5 @@ def start_receive(tensor: Tensor, group: Group, source: int, tag: int, purpose: 
     The words are entered in the ledger, here alone. A size that differs from what is sent ends the process under gloo.
     """
     assert tensor.is_contiguous(), "a message is one block of memory"
-    assert group.handle is not None, "nobody to receive from"
     group.ledger.receive(tensor.numel(), group.axis, purpose)
-    return Pending(group.handle.recv([tensor], source, tag))
+    return Pending(receive(tensor, group, source, tag))

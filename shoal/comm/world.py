@@ -8,6 +8,7 @@ and die with it, so every one of them has the run's time-out and a name, and a f
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ class Group:
     ledger: Ledger = field(repr=False, compare=False)
     handles: Mapping[tuple[tuple[int, ...], str], Handle] = field(repr=False, compare=False)
     channel: str = ""
+    backend: str = "gloo"
 
     @property
     def size(self) -> int:
@@ -67,7 +69,8 @@ class Group:
 class World:
     """This process among the ranks of a run.
 
-    ``rank`` of ``size`` processes, ``device`` for its tensors, ``ledger`` for the words it receives. Use it as a
+    ``rank`` of ``size`` processes, ``device`` for its tensors, ``ledger`` for the words it receives. ``backend``
+    carries messages: NCCL between GPUs, gloo between CPUs and where ranks share a GPU, which NCCL refuses. Use it as a
     context manager, or call :meth:`close`.
     """
 
@@ -83,6 +86,7 @@ class World:
     ) -> None:
         self.rank, self.size = rank, size
         self.device = device or torch.device("cpu")
+        self.backend = "nccl" if self.device.type == "cuda" else "gloo"
         self.ledger = Ledger()
         self._timeout = timedelta(seconds=timeout_s)
         self._handles: dict[tuple[tuple[int, ...], str], Handle] = {}
@@ -92,13 +96,15 @@ class World:
             assert store is not None, "several ranks need a store to meet at"
             # A prefix of its own per start: ranks restarted on a kept store would read their dead peers' addresses.
             self._store = dist.PrefixStore(name, store)
+            if self.backend == "nccl" and any_shared(_gpu(self.device), self._store, size):
+                self.backend = "gloo"
             dist.init_process_group(
-                "nccl" if self.device.type == "cuda" else "gloo",
+                self.backend,
                 store=self._store,
                 rank=rank,
                 world_size=size,
                 timeout=self._timeout,
-                device_id=self.device if self.device.type == "cuda" else None,
+                device_id=self.device if self.backend == "nccl" else None,
             )
             # A rank that left at once would cut off peers that are still connecting.
             dist.barrier()
@@ -115,7 +121,7 @@ class World:
         assert list(ranks) == sorted(set(ranks)), f"ranks must ascend: {ranks}"
         if len(ranks) > 1 and (ranks, channel) not in self._handles:
             self._handles[ranks, channel] = self._connect(ranks, channel)
-        return Group(ranks, axis, self.rank, self.ledger, self._handles, channel)
+        return Group(ranks, axis, self.rank, self.ledger, self._handles, channel, self.backend)
 
     def open_groups(self, wanted: Iterable[tuple[tuple[int, ...], str]]) -> None:
         """Make several groups, in one order on all ranks, so that overlapping groups cannot wait for each other."""
@@ -131,7 +137,7 @@ class World:
         assert self._store is not None
         store = dist.PrefixStore(f"group/{channel}/" + "-".join(map(str, ranks)), self._store)
         place = ranks.index(self.rank)
-        if self.device.type == "cuda":
+        if self.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
             return dist.ProcessGroupNCCL(store, place, len(ranks), options)
@@ -209,14 +215,29 @@ def init(*, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> World:
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
-    """The device that ``name`` ("cpu", "cuda" or "auto") means for one process of a host."""
-    if name == "cuda" and not torch.cuda.is_available():
+    """The device that ``name`` ("cpu", "cuda", "auto", or "cuda:0" for one GPU) means for one process of a host."""
+    if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(setting("run.device", name, "this machine has no CUDA device", "use cpu or auto"))
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    device = torch.device(name) if ":" in name else torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def any_shared(mine: str, store: dist.Store, size: int) -> bool:
+    """Whether two of ``size`` ranks, which all ask and name what is theirs, name the same; all get the same answer."""
+    if store.add(f"theirs/{mine}", 1) > 1:
+        store.add("shared", 1)
+    if store.add("named", 1) == size:
+        store.set("all named", "")
+    store.wait(["all named"])
+    return store.add("shared", 0) > 0
+
+
+def _gpu(device: torch.device) -> str:
+    """A name that no other GPU has, on any host."""
+    return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _launched() -> tuple[int, int, int]:

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shoal.data.batch_size import BatchSize
 from shoal.data.hashing import derive, uniform
-from shoal.data.order import Order
+from shoal.data.packing import Rows
+from shoal.data.samples import Samples
 from shoal.data.store import TokenStore
-from shoal.errors import DataError, setting
 from shoal.model.loss import IGNORED
 
 Batch = dict[str, torch.Tensor]
@@ -29,48 +30,39 @@ _Ints = NDArray[np.int64]
 
 
 class Batches:
-    """Batches of one split of a token store.
+    """Batches of one split of some samples.
 
-    Window k of the store covers the tokens [k T, k T + T + 1), so that no token is predicted twice; ``Order``
-    says which window each sample reads. ``batch`` counts the samples of a step over all parts. With
-    ``documents`` positions restart at each document, and none is predicted from the one before.
-
-    Raises DataError when the store holds not one window, and when ``validation`` leaves the split none.
+    ``batch`` counts the samples of a step over all parts, and may depend on the step. With ``documents`` positions
+    restart at each document, and none is predicted from the one before.
     """
 
     def __init__(
         self,
-        store: TokenStore,
+        samples: Samples,
         *,
-        seq_len: int,
-        batch: int,
-        seed: int,
+        batch: int | BatchSize,
         split: Literal["train", "validation"] = "train",
-        validation: float = 0.0,
         documents: bool = False,
     ) -> None:
-        windows = (len(store) - 1) // seq_len
-        if windows < 1:
-            problem = f"a sample takes {seq_len + 1} tokens and {store.path} has {len(store)}"
-            raise DataError(setting("data.seq_len", seq_len, problem, f"at most {len(store) - 1}, or more text"))
-        self._order = Order(windows, validation, seed)
-        if split == "validation" and self._order.n_validation == 0:
-            problem = f"keeps none of the {windows} windows for validation"
-            legal = f"use at least {0.51 / windows:.2g}, or 0" if windows > 1 else "use 0, or more text"
-            raise DataError(setting("data.validation", validation, problem, legal))
-        self.store = store
-        self._seq_len, self._batch = seq_len, batch
+        assert split == "train" or samples.n_validation > 0, "a validation split without a sample"
+        self.samples = samples
+        self._size = _size(batch)
         self._split, self._documents = split, documents
+
+    @property
+    def store(self) -> TokenStore:
+        """The first of the stores, whose tokenizer is that of all."""
+        return self.samples.stores[0]
 
     @property
     def n_samples(self) -> int:
         """Samples in the split."""
-        return self._order.n_train if self._split == "train" else self._order.n_validation
+        return self.samples.n_train if self._split == "train" else self.samples.n_validation
 
     @property
     def n_batches(self) -> int:
-        """Batches that cover the split once."""
-        return -(-self.n_samples // self._batch)
+        """Batches that cover the split once, where all are of one size."""
+        return -(-self.n_samples // self._size.samples)
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch:
         """Part ``part`` of ``parts`` equal, contiguous parts of the global batch of ``step``, counted from 0.
@@ -78,41 +70,33 @@ class Batches:
         Training goes on through epochs without end. Validation has ``n_batches`` steps; the last is filled
         up with samples whose labels do not count, so that every part always has the same shapes.
         """
-        numbers = _numbers(step, self._batch, part, parts)
+        numbers, rows = self.rows(step, part, parts)
+        labels = np.where(rows.counts[:, 1:], rows.tokens[:, 1:], IGNORED)
+        return _to_torch(rows.tokens[:, :-1], labels, numbers, rows.opens[:, :-1] if self._documents else None)
+
+    def rows(self, step: int, part: int = 0, parts: int = 1) -> tuple[_Ints, Rows]:
+        """The numbers in the run of the samples of a batch, and what they hold; ``counts`` as in the batch."""
+        numbers = _numbers(step, self._size, part, parts)
         if self._split == "train":
-            windows, filler = self._order.train(numbers), np.zeros(len(numbers), bool)
+            rows = self.samples.train(numbers)
         else:
             assert step < self.n_batches, (step, self.n_batches)
-            filler = numbers >= self.n_samples
-            windows = self._order.validation(np.minimum(numbers, self.n_samples - 1))
-
-        starts = windows * self._seq_len
-        rows = [self.store.tokens[at : at + self._seq_len + 1] for at in starts.tolist()]
-        text = np.stack(rows).astype(np.int64)
-        if not self._documents:
-            return _to_torch(text[:, :-1], np.where(filler[:, None], IGNORED, text[:, 1:]), numbers)
-        opens = self._document_starts(starts)
-        labels = np.where(opens[:, 1:] | filler[:, None], IGNORED, text[:, 1:])
-        return _to_torch(text[:, :-1], labels, numbers, opens[:, :-1])
-
-    def _document_starts(self, starts: _Ints) -> NDArray[np.bool_]:
-        """Which tokens [b, T + 1] of the samples that begin at ``starts`` are the first of a document."""
-        opens = np.zeros((len(starts), self._seq_len + 1), bool)
-        for row, at in zip(opens, starts.tolist(), strict=True):
-            first, last = np.searchsorted(self.store.documents, [at, at + len(row)])
-            row[self.store.documents[first:last] - at] = True
-        return opens
+            rows = self.samples.validation(np.minimum(numbers, self.n_samples - 1))
+            rows.counts[numbers >= self.n_samples] = False
+        if self._documents:
+            rows.counts[rows.opens] = False
+        return numbers, rows
 
 
 class Synthetic:
     """Random tokens in [0, vocab) that need no file, each sample a function of (seed, its number)."""
 
-    def __init__(self, *, vocab: int, seq_len: int, batch: int, seed: int) -> None:
-        self._vocab, self._seq_len, self._batch, self._seed = vocab, seq_len, batch, seed
+    def __init__(self, *, vocab: int, seq_len: int, batch: int | BatchSize, seed: int) -> None:
+        self._vocab, self._seq_len, self._size, self._seed = vocab, seq_len, _size(batch), seed
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch:
         """As ``Batches.batch``."""
-        numbers = _numbers(step, self._batch, part, parts)
+        numbers = _numbers(step, self._size, part, parts)
         text = np.stack([self._sample(number) for number in numbers.tolist()])
         return _to_torch(text[:, :-1], text[:, 1:], numbers)
 
@@ -151,12 +135,17 @@ def mask_labels(batch: Batch, seed: int, low: float = 0.0, high: float = 0.95) -
     return {**batch, "labels": labels.masked_fill(gone.to(labels.device), IGNORED)}
 
 
-def _numbers(step: int, batch: int, part: int, parts: int) -> _Ints:
+def _size(batch: int | BatchSize) -> BatchSize:
+    return batch if isinstance(batch, BatchSize) else BatchSize(batch)
+
+
+def _numbers(step: int, size: BatchSize, part: int, parts: int) -> _Ints:
     """Numbers in the run of the samples of one part of a step."""
+    begin, batch = size.at(step)
     assert batch % parts == 0, (batch, parts)
     assert 0 <= part < parts, (part, parts)
     share = batch // parts
-    first = step * batch + part * share
+    first = begin + part * share
     return np.arange(first, first + share, dtype=np.int64)
 
 

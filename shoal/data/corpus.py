@@ -2,170 +2,160 @@
 
 from __future__ import annotations
 
-import codecs
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from shoal.data.chat import COMPLETION, MESSAGES, PROMPT, Template, completion, conversation
+from shoal.data.pieces import PIECE_CHARS, Cut, Piece, cut, text_file
+from shoal.data.records import Record, jsonl, parquet, parquet_columns
 from shoal.errors import DataError, nearest, setting
 
-_BLOCK_BYTES = 1 << 20
-PIECE_CHARS = 1 << 18
+Kind = Literal["text", "chat", "completion"]
 
-
-@dataclass(frozen=True)
-class Piece:
-    """Text of one document, whether the document ends with it, and the bytes of the corpus read so far."""
-
-    text: str
-    ends_document: bool
-    bytes_read: int
+_SUFFIXES = (".txt", ".jsonl", ".parquet")
+_FIELDS: dict[Kind, tuple[str, ...]] = {"chat": (MESSAGES,), "completion": (PROMPT, COMPLETION)}
+_STRINGS = ("string", "large_string", "string_view")
 
 
 @dataclass(frozen=True)
 class Corpus:
     """Files of documents. Make one with ``Corpus.find``.
 
-    In JSONL (``*.jsonl``) each line is an object, and its ``field`` a document. Any other file is text: a
-    document a file, or with ``separator`` what lies between its occurrences. Documents of nothing but white
-    space are left out.
+    A line of JSONL (``*.jsonl``) or a row of Parquet (``*.parquet``) is a document: its ``field``, or a conversation
+    (``kind`` "chat": ``messages``, each of a role and a content), or a prompt and its completion ("completion"). Any
+    other file is text: a document a file, or with ``separator`` what lies between its occurrences. Texts of nothing
+    but white space are left out. ``fields`` are the fields read of each file, none of a text file.
     """
 
     files: tuple[Path, ...]
     size: int
-    field: str = "text"
+    kind: Kind
+    fields: tuple[tuple[str, ...], ...]
     separator: str | None = None
 
     @staticmethod
-    def find(path: Path, *, field: str = "text", separator: str | None = None) -> Corpus:
-        """The corpus in a file, or in all ``*.txt`` and ``*.jsonl`` in and under a folder, sorted by path.
+    def find(path: Path, *, field: str | None = None, separator: str | None = None) -> Corpus:
+        """The corpus in a file, or in all ``*.txt``, ``*.jsonl`` and ``*.parquet`` in and under a folder, by path.
 
-        ``size`` is in bytes. Raises DataError when there is no such file, or not one byte in them.
+        Without ``field`` the names of the first record of each file say what it holds: conversations, prompts and
+        completions, or texts (in ``text``, or in the only column of strings). ``size`` is in bytes.
+
+        Raises DataError when there is no such file, no byte or record in them, no such field, and when files with a
+        loss mask lie beside others.
         """
         if separator == "":
             raise DataError(setting("data.separator", "''", "separates nothing", "leave it out, or give a text"))
-        if path.is_file():
-            files = [path]
-        elif path.is_dir():
-            files = sorted(
-                (file for file in path.rglob("*") if file.suffix.lower() in (".txt", ".jsonl") and file.is_file()),
-                key=lambda file: file.relative_to(path).parts,
-            )
-        else:
-            raise DataError(f"{path}: no such file or folder; name a text, a .jsonl, or a folder of them")
-        if not files:
-            raise DataError(f"{path}: no *.txt or *.jsonl in this folder")
+        files = _files(path)
         size = sum(file.stat().st_size for file in files)
         if size == 0:
             raise DataError(f"{path}: empty; name a text with something in it")
-        return Corpus(tuple(files), size, field, separator)
+        fields = tuple(_fields(file, field) if file.stat().st_size else () for file in files)
+        kinds = {kind: file for file, names in zip(files, fields, strict=True) if (kind := _kind(file, names))}
+        if not kinds:
+            raise DataError(f"{path}: no line with a record in it; each line must be one JSON object")
+        (kind, first), *others = kinds.items()
+        if others:
+            problem = f"{first} holds {_SAYS[kind]}, {others[0][1]} {_SAYS[others[0][0]]}"
+            raise DataError(f"{path}: {problem}; make a store of each, and mix them with [[data.sources]]")
+        return Corpus(tuple(files), size, kind, fields, separator)
 
-    def pieces(self, limit: int = PIECE_CHARS) -> Iterator[Piece]:
-        """Every document, those over ``2 * limit`` characters in several pieces, so that memory is bounded.
+    def pieces(self, limit: int = PIECE_CHARS, template: Template | None = None) -> Iterator[Piece]:
+        """Every document, texts over ``2 * limit`` characters in several pieces, so that memory is bounded.
 
-        A cut falls behind a lone line break where there is one. There a byte-level BPE with the usual
-        pre-tokenizers cuts as well, so that its tokens are those of the whole text; another tokenizer may
-        differ at that one place. Raises DataError, naming file and line or byte, for what is not UTF-8, not
-        JSON, or lacks the field.
+        ``template`` writes conversations, and ends completions. Raises DataError, naming file and line, row or byte,
+        for what is not UTF-8, not JSON, or not of the kind.
         """
         before = 0
-        for file in self.files:
-            is_jsonl = file.suffix.lower() == ".jsonl"
-            cuts = _jsonl(file, self.field, limit) if is_jsonl else _text(file, self.separator, limit)
-            for text, ends, read in cuts:
-                yield Piece(text, ends, before + read)
+        for file, fields in zip(self.files, self.fields, strict=True):
+            yield from self._of(file, fields, limit, before, template)
             before += file.stat().st_size
 
-
-_Cut = tuple[str, bool, int]
-
-
-def _text(path: Path, separator: str | None, limit: int) -> Iterator[_Cut]:
-    buffer, begun, read = "", False, 0
-    for block, read in _blocks(path):
-        *whole, buffer = (buffer + block).split(separator) if separator else [buffer + block]
-        for text in whole:
-            if begun or text.strip():
-                yield from _pieces(text, limit, read)
-            begun = False
-        # What is kept is longer than a separator, half of which may lie in the next block.
-        while len(buffer) > 2 * max(limit, len(separator or "")):
-            seam = _seam(buffer, 0, limit)
-            yield buffer[:seam], False, read
-            buffer, begun = buffer[seam:], True
-    if begun or buffer.strip():
-        yield from _pieces(buffer, limit, read)
+    def _of(
+        self, file: Path, fields: tuple[str, ...], limit: int, before: int, template: Template | None
+    ) -> Iterator[Piece]:
+        if self.kind == "text":
+            cuts = (
+                _texts(_records(file, fields), fields[0], limit) if fields else text_file(file, self.separator, limit)
+            )
+            for text, ends, read in cuts:
+                yield Piece(text, ends, before + read)
+            return
+        assert template is not None, "conversations and completions need a template"
+        for record in _records(file, fields):
+            read = before + record.bytes_read
+            if self.kind == "chat":
+                yield from conversation(record, template, read)
+            else:
+                yield from completion(record, template.end, read)
 
 
-def _blocks(path: Path) -> Iterator[tuple[str, int]]:
-    """Blocks of decoded text, each with the bytes read up to its end."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    read = 0
-    with path.open("rb") as file:
-        more = True
-        while more:
-            raw = file.read(_BLOCK_BYTES)
-            read, more = read + len(raw), bool(raw)
-            try:
-                text = decoder.decode(raw, final=not more)
-            except UnicodeDecodeError as error:
-                at = read - len(error.object) + error.start
-                problem = f"byte {at} is not UTF-8 ({error.reason})"
-                raise DataError(f"{path}: {problem}; convert the file to UTF-8") from None
-            yield text, read
+_SAYS: dict[Kind, str] = {"text": "text", "chat": "conversations", "completion": "prompts and completions"}
 
 
-def _jsonl(path: Path, field: str, limit: int) -> Iterator[_Cut]:
-    read = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            read += len(line)
-            if line.isspace():
-                continue
-            text = _document(line, field, f"{path}, line {number}")
-            if text.strip():
-                yield from _pieces(text, limit, read)
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"{path}: no such file or folder; name a text, a .jsonl, a .parquet, or a folder of them")
+    found = (file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
+    files = sorted(found, key=lambda file: file.relative_to(path).parts)
+    if not files:
+        raise DataError(f"{path}: no {', '.join('*' + suffix for suffix in _SUFFIXES)} in this folder")
+    return files
 
 
-def _document(line: bytes, field: str, where: str) -> str:
-    """The document in one line of JSONL."""
-    try:
-        record = json.loads(line.decode("utf-8-sig").rstrip())
-    except json.JSONDecodeError as error:
-        problem = f"{error.msg} at character {error.pos + 1}"
-        raise DataError(f"{where}: not JSON ({problem}); each line must be one object") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: cannot be read ({error}); each line must be one JSON object in UTF-8") from None
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: {type(record).__name__} instead of an object with a field '{field}'")
-    if field not in record:
-        has = ", ".join(record) or "none"
-        raise DataError(f"{where}: no field '{field}'{nearest(field, record)}; the line has {has}")
-    text = record[field]
-    if not isinstance(text, str):
-        raise DataError(f"{where}: field '{field}' is {type(text).__name__}, not a string")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise DataError(f"{where}: field '{field}' has half of a surrogate pair, which is no text") from None
-    return text
+def _fields(file: Path, field: str | None) -> tuple[str, ...]:
+    """The fields to read of a file; none of a text file, or of one without a record."""
+    suffix = file.suffix.lower()
+    if suffix == ".parquet":
+        return _parquet_fields(file, field)
+    if suffix != ".jsonl":
+        return ()
+    first = next(jsonl(file), None)
+    if first is None:
+        return ()
+    return (field,) if field is not None else _known(first.values) or ("text",)
 
 
-def _pieces(document: str, limit: int, read: int) -> Iterator[_Cut]:
-    start = 0
-    while len(document) - start > 2 * limit:
-        seam = _seam(document, start, limit)
-        yield document[start:seam], False, read
-        start = seam
-    yield document[start:], True, read
+def _parquet_fields(file: Path, field: str | None) -> tuple[str, ...]:
+    columns = parquet_columns(file)
+    has = ", ".join(f"{name} ({kind})" for name, kind in columns.items()) or "none"
+    if field is not None and field not in columns:
+        raise DataError(f"{file}: no column '{field}'{nearest(field, columns)}; its columns are {has}")
+    if known := (field,) if field is not None else _known(columns):
+        return known
+    strings = [name for name, kind in columns.items() if kind in _STRINGS]
+    if len(strings) != 1:
+        problem = "no column of text" if not strings else "several columns of text"
+        raise DataError(f"{file}: {problem}; its columns are {has}; choose one with --field")
+    return (strings[0],)
 
 
-def _seam(text: str, start: int, limit: int) -> int:
-    """Where to cut ``text`` in (start, start + limit]: behind the last lone line break of the second half."""
-    end = start + limit
-    while (at := text.rfind("\n", start + limit // 2, end)) > start:
-        if not text[at - 1].isspace() and not text[at + 1].isspace():
-            return at + 1
-        end = at
-    return start + limit
+def _known(names: Iterable[str]) -> tuple[str, ...]:
+    """The fields that say by their names what they hold."""
+    for fields in (*_FIELDS.values(), ("text",)):
+        if set(fields) <= set(names):
+            return fields
+    return ()
+
+
+def _kind(file: Path, fields: tuple[str, ...]) -> Kind | None:
+    """What a file holds; None of one that holds nothing."""
+    if not fields:
+        return "text" if file.suffix.lower() not in (".jsonl", ".parquet") else None
+    return next((kind for kind, names in _FIELDS.items() if names == fields), "text")
+
+
+def _records(file: Path, fields: tuple[str, ...]) -> Iterator[Record]:
+    if not fields:
+        return iter(())
+    return parquet(file, fields) if file.suffix.lower() == ".parquet" else jsonl(file)
+
+
+def _texts(records: Iterable[Record], field: str, limit: int) -> Iterator[Cut]:
+    for record in records:
+        text = record.text(field)
+        if text.strip():
+            yield from cut(text, limit, record.bytes_read)

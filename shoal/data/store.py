@@ -1,9 +1,10 @@
 """The token store: a corpus as one memory-mapped array of token ids, with the bounds of its documents.
 
-A folder of four files, numbers little endian:
+A folder of four or five files, numbers little endian:
 
     tokens.bin      uint16 when the vocabulary fits, else uint32; the documents one after another
     documents.bin   int64, where each document starts, and at last the number of tokens
+    counts.bin      uint8 a token, 1 where it counts in the loss and 0 elsewhere; absent where all count
     tokenizer.json  the tokenizer that made it, byte for byte
     meta.json       counts, vocabulary, and the size and CRC-32 of each of the others
 """
@@ -27,6 +28,8 @@ from shoal.errors import DataError, setting
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
+TOKENS, DOCUMENTS, COUNTS = "tokens.bin", "documents.bin", "counts.bin"
+TOKENIZER: Literal["tokenizer.json"] = "tokenizer.json"
 _CHUNK = 1 << 24
 
 
@@ -39,7 +42,7 @@ class FileMeta(BaseModel):
 
 
 class Meta(BaseModel):
-    """``meta.json``."""
+    """``meta.json``. Keys that came later are left out where they say nothing, so that fingerprints stay."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     format: Literal["shoal tokens"] = "shoal tokens"
@@ -49,9 +52,11 @@ class Meta(BaseModel):
     documents: int
     vocab: int
     end_of_document: int
-    tokenizer: Literal["tokenizer.json"] = "tokenizer.json"
+    tokenizer: Literal["tokenizer.json"] = TOKENIZER
     tokenizer_sha256: str
     files: dict[str, FileMeta]
+    counted: int | None = None
+    template: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +65,7 @@ class TokenStore:
 
     ``tokens``     1-D, memory-mapped, of an integer dtype
     ``documents``  int64 [D+1], where each document starts, then the number of tokens
+    ``counts``     uint8 [tokens], memory-mapped, 1 where a token counts in the loss; None where all do
     ``vocab``      entries of the tokenizer (one more than its largest id); None for Megatron
     ``eod``        the id of the token that ends each document; None for Megatron
     ``fingerprint``  16 hex digits that identify the content
@@ -68,6 +74,7 @@ class TokenStore:
     path: Path
     tokens: NDArray[np.integer[Any]]
     documents: NDArray[np.int64]
+    counts: NDArray[np.uint8] | None
     vocab: int | None
     eod: int | None
     fingerprint: str
@@ -87,11 +94,38 @@ class TokenStore:
             wanted = "a folder with meta.json (made by `shoal data`) or Megatron's .bin and .idx"
             raise DataError(f"{path}: no token store here; expected {wanted}")
         pair = megatron.read(path)
-        return TokenStore(path, pair.tokens, pair.documents, None, None, pair.fingerprint, None, None)
+        return TokenStore(path, pair.tokens, pair.documents, None, None, None, pair.fingerprint, None, None)
 
     def __len__(self) -> int:
         """Tokens in the store."""
         return len(self.tokens)
+
+    @property
+    def n_counted(self) -> int:
+        """Tokens that count in the loss."""
+        return len(self) if self._meta is None or self._meta.counted is None else self._meta.counted
+
+    @property
+    def template(self) -> str | None:
+        """The name of the template that wrote its conversations; None where it holds none."""
+        return None if self._meta is None else self._meta.template
+
+    @property
+    def tokenizer_sha256(self) -> str | None:
+        """The hash of the tokenizer.json that made it; None for Megatron."""
+        return None if self._meta is None else self._meta.tokenizer_sha256
+
+    def as_json(self) -> dict[str, Any]:
+        """What it holds, for scripts."""
+        return {
+            "path": str(self.path),
+            "tokens": len(self),
+            "documents": len(self.documents) - 1,
+            "vocabulary": self.vocab,
+            "counted": self.n_counted,
+            "template": self.template,
+            "fingerprint": self.fingerprint,
+        }
 
     def verify(self, progress: Progress | None = None) -> None:
         """Read every file and compare its CRC-32, at about 1 GB/s. Raises DataError naming one that differs.
@@ -141,8 +175,9 @@ def _read_meta(path: Path) -> Meta:
         raise DataError(f"{path}: not the description of a token store: {where} {first['msg']}") from None
     sizes = {name: file.size for name, file in meta.files.items()}
     counted = {
-        "tokens.bin": meta.tokens * np.dtype(meta.dtype).itemsize,
-        "documents.bin": 8 * (meta.documents + 1),
+        TOKENS: meta.tokens * np.dtype(meta.dtype).itemsize,
+        DOCUMENTS: 8 * (meta.documents + 1),
+        **({} if meta.counted is None else {COUNTS: meta.tokens}),
     }
     if meta.tokens < 1 or sizes != {**counted, meta.tokenizer: sizes.get(meta.tokenizer)}:
         raise DataError(f"{path}: its counts and the sizes of its files contradict; make the store again")
@@ -160,11 +195,12 @@ def _open(path: Path, meta: Meta) -> TokenStore:
             )
     return TokenStore(
         path=path,
-        tokens=np.memmap(path / "tokens.bin", np.dtype(meta.dtype).newbyteorder("<"), "r"),
-        documents=np.memmap(path / "documents.bin", "<i8", "r"),
+        tokens=np.memmap(path / TOKENS, np.dtype(meta.dtype).newbyteorder("<"), "r"),
+        documents=np.memmap(path / DOCUMENTS, "<i8", "r"),
+        counts=None if meta.counted is None else np.memmap(path / COUNTS, np.uint8, "r"),
         vocab=meta.vocab,
         eod=meta.end_of_document,
-        fingerprint=sha256(meta.model_dump_json().encode()).hexdigest()[:16],
+        fingerprint=sha256(meta.model_dump_json(exclude_none=True).encode()).hexdigest()[:16],
         tokenizer_path=path / meta.tokenizer,
         _meta=meta,
     )

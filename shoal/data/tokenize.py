@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shoal.comm.process import die_with
-from shoal.data.corpus import Corpus, Piece
+from shoal.data.chat import CHATML, Template, find_template, plain
+from shoal.data.corpus import Corpus
+from shoal.data.pieces import Piece
 from shoal.data.store import Progress, TokenStore
 from shoal.data.store_writer import check_free, write_store
 from shoal.errors import DataError, nearest, setting
@@ -39,23 +41,29 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def train_tokenizer(corpus: Corpus, vocab: int) -> Tokenizer:
+def train_tokenizer(corpus: Corpus, vocab: int, template: str | None = None) -> Tokenizer:
     """Byte-level BPE of ``vocab`` entries: ``<|endoftext|>`` (id 0), the 256 bytes, and merges learned.
 
-    The same corpus gives the same tokenizer; a small one may give fewer entries. Raises DataError when
-    ``vocab`` is under 257, and what ``Corpus.pieces`` raises.
+    For conversations the control tokens of ``template`` (default: chatml) come behind ``<|endoftext|>``. The same
+    corpus gives the same tokenizer; a small one may give fewer entries. Raises DataError when ``vocab`` is too small
+    for bytes and special tokens, when there is no such template, and what ``Corpus.pieces`` raises.
     """
-    if vocab < 257:
-        problem = "too few for the 256 bytes and the end of a document"
-        raise DataError(setting("data.tokenizer_vocab", vocab, problem, "at least 257"))
+    writes = find_template(template or CHATML.name, lambda _: True, END_OF_DOCUMENT)
+    special = [END_OF_DOCUMENT]
+    if corpus.kind == "chat":
+        special = list(dict.fromkeys([*special, *writes.tokens]))
+    if vocab < 256 + len(special):
+        problem = f"too few for the 256 bytes and {', '.join(special)}"
+        raise DataError(setting("data.tokenizer_vocab", vocab, problem, f"at least {256 + len(special)}"))
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
-        special_tokens=[END_OF_DOCUMENT],
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((piece.text for piece in corpus.pieces(_TRAINING_PIECE_CHARS)), trainer)
+    texts = (piece.text for piece in corpus.pieces(_TRAINING_PIECE_CHARS, writes))
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
@@ -75,60 +83,100 @@ def tokenize(
     out: Path,
     *,
     end_of_document: str | int = END_OF_DOCUMENT,
+    template: str | None = None,
     workers: int | None = None,
     progress: Progress | None = None,
     overwrite: bool = False,
 ) -> TokenStore:
-    """Write the tokens of ``corpus`` to a store at ``out``, each document followed by ``end_of_document``.
+    """Write the tokens of ``corpus`` to a store at ``out``, with a loss mask where it is not plain text.
 
     ``tokenizer``        a tokenizer.json; here it neither adds tokens of its own nor truncates nor pads, and
                          the name of a special token in a text is ordinary text
-    ``end_of_document``  name or id of one of its tokens
+    ``end_of_document``  name or id of one of its tokens, which follows each document; conversations end with the token
+                         of their template
+    ``template``         name of the one that writes conversations; default: what the tokenizer has the tokens of
     ``workers``          processes at most (default: one a CPU; one means this process, with the tokenizer's
                          threads); the store is the same, byte for byte, for any number
     ``progress``         called as the work proceeds with (bytes done, bytes in all)
 
-    Raises DataError when ``out`` exists and may not be overwritten, for a bad tokenizer or end of document,
-    and for what ``Corpus.pieces`` refuses; nothing is left at ``out`` then.
+    Raises DataError when ``out`` exists and may not be overwritten, for a bad tokenizer, template or end of document,
+    for what ``Corpus.pieces`` refuses, and when no token would count; nothing is left at ``out`` then.
     """
     check_free(out, overwrite=overwrite)
     loaded = load_tokenizer(tokenizer)
     vocab = 1 + max(loaded.get_vocab().values())
-    eod = _token_id(loaded, end_of_document, tokenizer)
-    encode = _Encode(tokenizer.resolve(), tokenizer.stat().st_mtime_ns, eod)
+    writes = _template(corpus, loaded, template, end_of_document, tokenizer)
+    eod = _token_id(loaded, end_of_document if writes is None else writes.end, tokenizer)
+    control = {name: _token_id(loaded, name, tokenizer) for name in (writes.tokens if writes else ())}
+    encode = _Encode(tokenizer.resolve(), tokenizer.stat().st_mtime_ns, eod, control)
     workers = min(workers or os.cpu_count() or 1, 1 + corpus.size // _WORKER_BYTES)
-    with write_store(out, tokenizer=tokenizer, vocab=vocab, eod=eod, overwrite=overwrite) as writer:
-        for tokens, ends, done in _map_in_order(encode, _tasks(corpus.pieces()), workers):
-            writer.append(tokens, ends)
+    name = writes.name if writes is not None and corpus.kind == "chat" else None
+    with write_store(
+        out, tokenizer=tokenizer, vocab=vocab, eod=eod, masked=writes is not None, template=name, overwrite=overwrite
+    ) as writer:
+        for part in _map_in_order(encode, _tasks(corpus.pieces(template=writes)), workers):
+            writer.append(part.tokens, part.ends, part.counts)
             if progress:
-                progress(done, corpus.size)
+                progress(part.bytes_read, corpus.size)
     if progress:
         progress(corpus.size, corpus.size)
     return TokenStore.open(out)
 
 
-_Encoded = tuple[NDArray[np.uint32], NDArray[np.int64], int]
+def _template(
+    corpus: Corpus, tokenizer: Tokenizer, name: str | None, end_of_document: str | int, path: Path
+) -> Template | None:
+    """What writes the documents of a corpus that is not plain text."""
+    if corpus.kind == "text":
+        if name is not None:
+            raise DataError(setting("--template", name, "plain text has no conversations to write", "leave it out"))
+        return None
+
+    def has(token: str) -> bool:
+        return tokenizer.token_to_id(token) is not None
+
+    end = end_of_document
+    if isinstance(end, int):
+        end = str(tokenizer.id_to_token(_token_id(tokenizer, end, path)))
+    return find_template(name, has, end) if corpus.kind == "chat" else plain(end)
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """``tokens`` of some pieces, which of them count [tokens], the ``ends`` of documents among them, and the bytes of
+    the corpus read up to there."""
+
+    tokens: NDArray[np.uint32]
+    counts: NDArray[np.bool_]
+    ends: NDArray[np.int64]
+    bytes_read: int
 
 
 @dataclass(frozen=True)
 class _Encode:
-    """Tokens of some pieces, the ends of documents among them, and the bytes of the corpus done with them."""
+    """Turns pieces into tokens; ``control`` maps the names of control tokens to their ids."""
 
     tokenizer: Path
     modified_ns: int
     eod: int
+    control: dict[str, int]
 
     def __call__(self, pieces: list[Piece]) -> _Encoded:
         tokenizer = _encoder(self.tokenizer, self.modified_ns)
         arrays, ends, at = [], [], 0
         encodings = tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
         for piece, encoding in zip(pieces, encodings, strict=True):
-            ids = [*encoding.ids, self.eod] if piece.ends_document else encoding.ids
+            ids = encoding.ids
+            if piece.then is not None:
+                ids = [*ids, self.control[piece.then]]
+            elif piece.ends_document:
+                ids = [*ids, self.eod]
             arrays.append(np.array(ids, np.uint32))
             at += len(ids)
             if piece.ends_document:
                 ends.append(at)
-        return np.concatenate(arrays), np.array(ends, np.int64), pieces[-1].bytes_read
+        counts = np.repeat([piece.counts for piece in pieces], [len(ids) for ids in arrays])
+        return _Encoded(np.concatenate(arrays), counts, np.array(ends, np.int64), pieces[-1].bytes_read)
 
 
 @lru_cache(maxsize=1)

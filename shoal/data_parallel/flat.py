@@ -51,6 +51,7 @@ class Flat:
         self.grads = torch.zeros_like(self.params, dtype=self.grad_dtype) if self.buffered else self.params.new_empty(0)
         self.own_grads = self.grads[mine] if self.buffered else self.grads
         self.states = {name: torch.zeros_like(self.masters) for name in bucket.states} if trains else {}
+        self._versions = self._seen()
 
     def _initial(self, dtype: torch.dtype) -> Tensor:
         values = torch.zeros(self.bucket.size, dtype=dtype, device=self.bucket.device)
@@ -75,6 +76,20 @@ class Flat:
         """What the optimizer has made of the masters is what the model computes with."""
         if self.mixed:
             self.own_params.copy_(self.masters)
+
+    def adopt(self) -> None:
+        """What somebody has copied into a parameter meanwhile is what its master is from here on."""
+        if not self.mixed or (seen := self._seen()) == self._versions:
+            return
+        for (_, start, stop), was, now in zip(self.bucket.slots, self._versions, seen, strict=True):
+            first, last = max(start, self.bucket.low), min(stop, self.bucket.high)
+            if was != now and first < last and is_open(self.params):
+                self.masters[first - self.bucket.low : last - self.bucket.low].copy_(self.params[first:last])
+        self._versions = seen
+
+    def _seen(self) -> list[int]:
+        """How often each parameter has been written to by its own name, not by way of the buffer."""
+        return [slot.held.parameter._version for slot in self.bucket.slots]
 
     def check_views(self) -> None:
         """Raise :class:`ConfigError` unless the parameters still are views of the buffer."""

@@ -252,6 +252,7 @@ class Sync:
                 raise ConfigError(f"Engine: {one.name} was {word} after the engine was made; do it before")
         for flat in self.flats:
             flat.check_views()
+            flat.adopt()
 
     # ---- for subclasses
 

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shoal.config import Model as Shape
+from shoal.errors import ConfigError, setting
 from shoal.model.dropout import Noise
+from shoal.model.rope import Rope, rope_tables, rotate
 
 Batch = Mapping[str, Tensor]
 
@@ -32,50 +35,81 @@ class Cache:
         self.length += tokens.shape[1]
         return {"tokens": tokens, "positions": positions[None]}
 
-    def extend(self, block: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append to what ``block`` has seen and return all of it."""
+    def extend(self, block: str, k: Tensor, v: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """Append to what ``block`` has seen and return all of it that the new positions may see. Of a ``window`` only
+        as much is kept as the next position sees besides itself."""
         if (before := self.kept.get(block)) is not None:
             k, v = torch.cat((before[0], k), dim=2), torch.cat((before[1], v), dim=2)
-        self.kept[block] = (k, v)
+        first = 0 if window is None else max(0, k.shape[2] - (window - 1))
+        self.kept[block] = (k[:, :, first:], v[:, :, first:])
         return k, v
 
 
 @dataclass
 class Context:
-    """``rope`` holds cos and sin, each [samples or 1, positions, 1, head_dim/2]; ``mask`` is bool
-    [samples, 1, positions, positions], True where attention may look, or None for plain causal attention."""
+    """``rope`` are the rotary angles, ``positions`` int64 [samples or 1, positions] the rows of a learned table: a
+    model has one or the other. ``mask`` is bool [samples or 1, 1, positions, positions], True where attention may look,
+    or None for plain causal attention."""
 
-    rope: tuple[Tensor, Tensor]
+    rope: Rope | None
+    positions: Tensor | None = None
     mask: Tensor | None = None
     labels: Tensor | None = None
     noise: Noise | None = None
     cache: Cache | None = None
+    length: int = 0
+    """How many positions a sample has, on all ranks that divide them together."""
+
+    @classmethod
+    def of(
+        cls, shape: Shape, dtype: torch.dtype, batch: Batch, noise: Noise | None = None, cache: Cache | None = None
+    ) -> Context:
+        """What a decoder of ``shape`` and ``dtype`` may know of a batch. Raises :class:`ConfigError` where that has
+        more positions, with what the ``cache`` has seen, than the model has learned."""
+        positions, length = batch["positions"], batch["tokens"].shape[1]
+        learned = shape.positions == "learned"
+        if learned:
+            check_room(shape, length if cache is None else cache.length)
+        return cls(
+            None if learned else rope_tables(positions, shape.head_dim, shape.rope_theta, dtype, shape.rope_scaling),
+            positions if learned else None,
+            mask=attention_mask(batch["tokens"], batch.get("documents"), shape.window),
+            labels=batch.get("labels"),
+            noise=noise,
+            cache=cache,
+            length=length,
+        )
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Queries or keys ``x`` [samples, positions, heads, head_dim] at rotary positions, ``x`` itself without."""
+        return x if self.rope is None else rotate(x, self.rope)
 
     def drop(self, x: Tensor, rate: float, site: str) -> Tensor:
         """Dropout of ``x`` at ``site`` while training, ``x`` itself otherwise."""
         return x if self.noise is None else self.noise.drop(x, rate, site)
 
 
-def rope_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles (Su et al. 2021) at ``positions`` [samples, positions].
+def check_room(shape: Shape, length: int) -> None:
+    """Raise :class:`ConfigError` where a text of ``length`` tokens has more positions than the model has learned."""
+    if shape.positions == "learned" and length > shape.max_positions:
+        problem = f"the model has learned no position for a text of {length} tokens"
+        raise ConfigError(setting("model.max_positions", shape.max_positions, problem, "use a shorter text"))
 
-    Each is [samples, positions, 1, head_dim/2] of ``dtype``; angles are computed in float32, or in float64 for a
-    float64 model.
+
+def attention_mask(tokens: Tensor, documents: Tensor | None, window: int | None) -> Tensor | None:
+    """Where attention may look: bool [samples or 1, 1, positions, positions], or None for all positions up to one's
+    own.
+
+    Each of the ``documents`` (int64 [samples, positions], if there are any) sees only itself, and a position the
+    ``window`` last ones, its own included.
     """
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    exponents = torch.arange(0, head_dim, 2, dtype=exact, device=positions.device) / head_dim
-    angles = positions[..., None, None].to(exact) * theta**-exponents
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """``x`` [samples, positions, heads, head_dim] with its two halves rotated by the angles of ``rope``."""
-    cos, sin = rope
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
-def document_mask(documents: Tensor) -> Tensor:
-    """Where attention may look when each document sees only itself: bool [samples, 1, positions, positions]."""
-    causal = torch.ones(documents.shape[1], documents.shape[1], dtype=torch.bool, device=documents.device).tril()
-    return (documents[:, None, :, None] == documents[:, None, None, :]) & causal
+    length = tokens.shape[1]
+    windowed = window is not None and window < length
+    if documents is None and not windowed:
+        return None
+    mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+    if window is not None:
+        mask = mask.triu(1 - window)
+    if documents is None:
+        return mask[None, None]
+    return (documents[:, None, :, None] == documents[:, None, None, :]) & mask

@@ -1,31 +1,44 @@
-"""A Llama-style decoder, by configuration, in plain PyTorch, with its role table beside it.
+"""One decoder, by configuration, in plain PyTorch, with its role table beside it.
 
-Pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU feed-forward, RMS norms, input and output
-embeddings tied or not. Linears that read the same input are one fused matrix (q, k, v; gate, up), so each input is
-fetched once and a layout needs one entry collective for it.
+Pre-norm blocks of grouped-query attention and a feed-forward, input and output embeddings tied or not. As Llama has it:
+RMS norms, rotary positions, a feed-forward with a gate, and no biases. Qwen, Mistral, Gemma and GPT-2 differ in a few
+modules and settings, chosen when the model is built.
+
+Linears that read the same input are one fused matrix (q, k, v; gate, up), so each input is fetched once and a layout
+needs one entry collective for it.
 
 Axes in names: B samples, T positions, H hidden, N heads, K key/value heads, D head_dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.config import Model as Shape
-from shoal.model.context import Batch, Cache, Context, document_mask, rope_tables, rotate
+from shoal.model.context import Batch, Cache, Context
 from shoal.model.dropout import Noise
 from shoal.model.linear import Linear
-from shoal.model.loss import IGNORED, linear_cross_entropy
+from shoal.model.loss import IGNORED, LinearCrossEntropy
+from shoal.model.norms import norm_of
 from shoal.model.roles import Role, RoleTable
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu-tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class Fused(Linear):
     """Several linears that read the same input as one matrix; returns their outputs apart, of the widths ``parts``."""
 
-    def __init__(self, width: int, parts: tuple[int, ...]) -> None:
-        super().__init__(width, sum(parts), bias=False)
+    def __init__(self, width: int, parts: tuple[int, ...], *, bias: bool) -> None:
+        super().__init__(width, sum(parts), bias=bias)
         self.parts = parts
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -33,15 +46,24 @@ class Fused(Linear):
 
 
 class Embed(nn.Module):
-    """Token embedding with dropout."""
+    """Token embedding, scaled where the model does so, plus that of learned positions where it has them, with
+    dropout."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        learned = shape.positions == "learned"
         self.table = nn.Embedding(shape.vocab, shape.hidden)
+        self.positions = nn.Embedding(shape.max_positions, shape.hidden) if learned else None
+        self.scale = shape.hidden**0.5 if shape.scaled_embedding else 1.0
         self.rate = shape.dropout
 
     def forward(self, tokens_BT: Tensor, ctx: Context) -> Tensor:
-        return ctx.drop(self.table(tokens_BT), self.rate, "embed")
+        x_BTH = self.table(tokens_BT)
+        if self.scale != 1.0:
+            x_BTH = x_BTH * self.scale
+        if self.positions is not None:
+            x_BTH = x_BTH + self.positions(ctx.positions)
+        return ctx.drop(x_BTH, self.rate, "embed")
 
 
 class CausalAttention(nn.Module):
@@ -57,38 +79,55 @@ class CausalAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention, with rotary positions where none are learned, and norms of each query and key head where
+    the model has them."""
 
     def __init__(self, shape: Shape, name: str) -> None:
         super().__init__()
-        self.head_dim, self.name = shape.head_dim, name
+        self.head_dim, self.window, self.name = shape.head_dim, shape.window, name
         q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.qkv = Fused(shape.hidden, (q, kv, kv))
+        self.qkv = Fused(shape.hidden, (q, kv, kv), bias=shape.qkv_bias)
+        self.q_norm = norm_of(shape, shape.head_dim) if shape.qk_norm else None
+        self.k_norm = norm_of(shape, shape.head_dim) if shape.qk_norm else None
         self.core = CausalAttention()
-        self.out = Linear(q, shape.hidden, bias=False)
+        self.out = Linear(q, shape.hidden, bias=shape.out_bias)
 
     def forward(self, x_BTH: Tensor, ctx: Context) -> Tensor:
         # How many heads there are follows from the widths: a rank may hold some of them.
         q_BTND, k_BTKD, v_BTKD = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x_BTH))
-        q = rotate(q_BTND, ctx.rope).transpose(1, 2)
-        k = rotate(k_BTKD, ctx.rope).transpose(1, 2)
-        v = v_BTKD.transpose(1, 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTND, k_BTKD = self.q_norm(q_BTND), self.k_norm(k_BTKD)
+        q, k, v = ctx.turn(q_BTND).transpose(1, 2), ctx.turn(k_BTKD).transpose(1, 2), v_BTKD.transpose(1, 2)
         if ctx.cache is not None:
-            k, v = ctx.cache.extend(self.name, k, v)
+            k, v = ctx.cache.extend(self.name, k, v, self.window)
         return self.out(self.core(q, k, v, ctx).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) · up(x)) (Shazeer 2020)."""
+    """Gated: down(activation(gate(x)) · up(x)) (Shazeer 2020)."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate_up = Fused(shape.hidden, (shape.ffn, shape.ffn))
-        self.down = Linear(shape.ffn, shape.hidden, bias=False)
+        self.gate_up = Fused(shape.hidden, (shape.ffn, shape.ffn), bias=shape.ffn_bias)
+        self.activation = ACTIVATIONS[shape.activation]
+        self.down = Linear(shape.ffn, shape.hidden, bias=shape.ffn_bias)
 
     def forward(self, x_BTH: Tensor) -> Tensor:
         gate, up = self.gate_up(x_BTH)
-        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+        return self.down(self.activation(gate) * up)  # type: ignore[no-any-return]
+
+
+class PlainFeedForward(nn.Module):
+    """Without a gate: down(activation(up(x)))."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.up = Linear(shape.hidden, shape.ffn, bias=shape.ffn_bias)
+        self.activation = ACTIVATIONS[shape.activation]
+        self.down = Linear(shape.ffn, shape.hidden, bias=shape.ffn_bias)
+
+    def forward(self, x_BTH: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x_BTH)))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -97,10 +136,10 @@ class Block(nn.Module):
     def __init__(self, shape: Shape, name: str) -> None:
         super().__init__()
         self.name, self.rate = name, shape.dropout
-        self.attn_norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
+        self.attn_norm = norm_of(shape, shape.hidden)
         self.attn = Attention(shape, name)
-        self.ffn_norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
-        self.ffn = FeedForward(shape)
+        self.ffn_norm = norm_of(shape, shape.hidden)
+        self.ffn = FeedForward(shape) if shape.gated else PlainFeedForward(shape)
 
     def forward(self, x_BTH: Tensor, ctx: Context) -> Tensor:
         attended = self.attn(self.attn_norm(x_BTH), ctx)
@@ -109,21 +148,14 @@ class Block(nn.Module):
         return x_BTH + ctx.drop(fed, self.rate, f"{self.name}.ffn")
 
 
-class LinearCrossEntropy(nn.Module):
-    """The summed loss of hidden states [B, T, H] under an output matrix [vocabulary, H] and labels [B, T]."""
-
-    def forward(self, x_BTH: Tensor, weight: Tensor, labels_BT: Tensor) -> Tensor:
-        return linear_cross_entropy(x_BTH.flatten(0, 1), weight, labels_BT.flatten())
-
-
 class Head(nn.Module):
     """Final norm and output matrix: the summed loss where the context has labels, logits where it has none."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
+        self.norm = norm_of(shape, shape.hidden)
         self.out = Linear(shape.hidden, shape.vocab, bias=False)
-        self.loss = LinearCrossEntropy()
+        self.loss = LinearCrossEntropy(shape.z_loss)
 
     def forward(self, x_BTH: Tensor, ctx: Context) -> Tensor:
         x_BTH = self.norm(x_BTH)
@@ -182,43 +214,40 @@ class Decoder(nn.Module):
         self, batch: Batch, *, seed: int = 0, step: int = 0, train: bool = False, cache: Cache | None = None
     ) -> Context:
         """The context of one micro-batch: keys for dropout only when it trains. With a ``cache`` its positions follow
-        those that the cache has seen."""
-        shape, tokens = self.shape, batch["tokens"]
-        documents = batch.get("documents")
-        return Context(
-            rope=self._rope(batch["positions"]),
-            mask=None if documents is None else document_mask(documents),
-            labels=batch.get("labels"),
-            noise=Noise.of(seed, step, batch["sample"], tokens.shape[1]) if train and shape.dropout else None,
-            cache=cache,
-        )
+        those that the cache has seen. Raises :class:`ConfigError` where these are more than the model has learned."""
+        drops = train and self.shape.dropout > 0
+        noise = Noise.of(seed, step, batch["sample"], batch["tokens"].shape[1]) if drops else None
+        return Context.of(self.shape, next(self.parameters()).dtype, batch, noise, cache)
 
     def decode(self, tokens_BT: Tensor, cache: Cache) -> Tensor:
         """Logits [B, T, vocabulary] of positions that follow those in the cache, which grows by them."""
         batch = cache.following(tokens_BT)
         return self(batch, self.context(batch, cache=cache))  # type: ignore[no-any-return]
 
-    def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        shape, dtype = self.shape, next(self.parameters()).dtype
-        return rope_tables(positions, shape.head_dim, shape.rope_theta, dtype)
-
 
 def decoder_roles(shape: Shape) -> RoleTable:
-    """The role of each module of a :class:`Decoder`. Matrices that write to the residual start smaller, by 1/√(2L)."""
+    """The role of each module that a :class:`Decoder` may have. Matrices that write to the residual start smaller, by
+    1/√(2L) (GPT-2); norms that scale by 1 + weight start at a weight of zero."""
     into_residual = 0.02 / (2 * shape.layers) ** 0.5
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    norm_std = 0.0 if shape.norm == "rms-plus-one" else Role.std
+    norm, head_norm = Role("norm", std=norm_std), Role("head_norm", std=norm_std)
     return {
         "embed.table": Role("embed"),
-        "blocks.*.attn_norm": Role("norm"),
+        "embed.positions": Role("position"),
+        "blocks.*.attn_norm": norm,
         "blocks.*.attn.qkv": Role(
             "qkv", parts=(("q", q), ("k", kv), ("v", kv)), heads=shape.heads, kv_heads=shape.kv_heads
         ),
+        "blocks.*.attn.q_norm": head_norm,
+        "blocks.*.attn.k_norm": head_norm,
         "blocks.*.attn.core": Role("attention"),
         "blocks.*.attn.out": Role("out_proj", std=into_residual, heads=shape.heads, kv_heads=shape.kv_heads),
-        "blocks.*.ffn_norm": Role("norm"),
+        "blocks.*.ffn_norm": norm,
         "blocks.*.ffn.gate_up": Role("gate_up", parts=(("gate", shape.ffn), ("up", shape.ffn))),
+        "blocks.*.ffn.up": Role("gate_up"),
         "blocks.*.ffn.down": Role("down", std=into_residual),
-        "head.norm": Role("norm"),
+        "head.norm": norm,
         "head.out": Role("head"),
         "head.loss": Role("loss"),
     }

@@ -20,14 +20,14 @@ def fill(local: Tensor, placement: Placement, seed: int, std: float) -> None:
     """Fill the pieces of ``local`` with their initial values, and its padding with zeros.
 
     Matrices are normal with standard deviation ``std``; vectors are ones (the weights of norms) unless their name ends
-    in "bias", which is zero.
+    in "bias", which is zero. With a ``std`` of 0 everything is.
     """
     with torch.no_grad():
         local.zero_()
         for piece in placement.pieces:
             if len(piece.shape) > 1:
                 _draw(piece.of(local), piece, seed, std)
-            elif not piece.name.endswith("bias"):
+            elif std and not piece.name.endswith("bias"):
                 piece.of(local).fill_(1.0)
 
 

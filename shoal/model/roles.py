@@ -24,7 +24,8 @@ class Role:
 
     ``parts`` names the logical weights that a fused matrix stacks along dim 0, with their rows. ``heads`` and
     ``kv_heads`` say how those rows group into attention heads: the granule that may not be cut is one key/value head
-    with its share of query heads. ``std`` is the standard deviation of its matrices at initialisation.
+    with its share of query heads. ``std`` is the standard deviation of its matrices at initialisation; 0
+    starts all of the module at zero, vectors too, which else start at one.
     """
 
     kind: Kind

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import Tensor
 
 from shoal.optim.treatment import Treatment
 from shoal.placement import Piece
+
+COPIED = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,10 +31,12 @@ class Run:
 
 
 def at_once(runs: Sequence[Run]) -> Iterator[list[tuple[Run, Tensor]]]:
-    """All runs with their gradients; but those whose gradients are in lower precision one by one, as each needs a
-    copy."""
-    given = [(run, run.grads()) for run in runs]
-    yield [(run, grads) for run, grads in given if grads.dtype == run.params.dtype]
-    for run, grads in given:
-        if grads.dtype != run.params.dtype:
-            yield [(run, grads.to(run.params.dtype))]
+    """All runs with their gradients; but those whose gradients are in lower precision, of which each needs a copy, as
+    many at a time as have ``COPIED`` elements, or one."""
+    yield [(run, grads) for run in runs if (grads := run.grads()).dtype == run.params.dtype]
+    lower = [run for run in runs if run.grads().dtype != run.params.dtype]
+    while lower:
+        ends = list(accumulate(run.params.numel() for run in lower))
+        count = max(1, bisect_right(ends, COPIED))
+        yield [(run, run.grads().to(run.params.dtype)) for run in lower[:count]]
+        lower = lower[count:]

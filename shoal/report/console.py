@@ -67,12 +67,25 @@ class ConsoleSink:
             f"{self._last:,} steps of {data.batch} × {data.seq_len} tokens; "
             f"everything goes to {escape(values['folder'])}/"
         )
+        for part in values["data"]:
+            self._part(part)
         if self._first == self._last:
             self._print(f"complete: step {self._first} is saved; raise run.steps to go on, or start anew with --fresh")
         elif self._first:
             self._print(f"continuing after step {self._first}; start anew with --fresh")
+        elif (start := self._config.checkpoint.start) is not None:
+            self._print(f"beginning with the weights of {escape(str(start))}")
         elif (promise := _promise(self._config)) is not None:
             self._print(f"expected: {promise}")
+
+    def _part(self, part: Values) -> None:
+        """A line about a source, where there is more to say than that all of it is read."""
+        padded, counted = (part[name] / part["positions"] for name in ("padded", "counted"))
+        if part["share"] < 1 or padded or counted < 1:
+            self._print(
+                f"  {escape(part['path'])}: {part['share']:.1%} of the samples; {part['samples']:,} an epoch, "
+                f"{padded:.1%} padded, {counted:.1%} counts, {part['cut']:,} documents cut"
+            )
 
     def _step(self, values: Values) -> None:
         step = values["step"]
@@ -121,6 +134,8 @@ def _next(config: Config, folder: Path, step: int) -> list[tuple[str, str]]:
     if config.data.source == "tokens":
         tips.append(("more text from this model", f'shoal generate {name} --prompt "In the beginning"'))
     tips.append(("what was saved", f"shoal inspect {name}"))
+    if config.checkpoint.start is not None:
+        tips.append(("a folder for transformers", f"shoal export {name} {name}-hf"))
     if (proof := Path("runs/tiny.toml")).exists():
         tips.append(("proof that a layout computes it", f"shoal verify {proof} --layout dp=4,mb=2"))
     return tips

@@ -72,6 +72,7 @@ def _store(path: Path, verify: Progress | None) -> Contents:
         "tokens": len(store),
         "documents": len(store.documents) - 1,
         "vocabulary": store.vocab if store.vocab is not None else "not recorded",
+        "tokens_that_count": store.n_counted,
         "token_type": str(store.tokens.dtype),
         "fingerprint": store.fingerprint,
         "checksums": _checked(verify),

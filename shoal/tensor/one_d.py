@@ -13,7 +13,7 @@ from typing import cast
 
 from torch import nn
 
-from shoal.comm.differentiable import part_size
+from shoal.comm.differentiable import pad, part_size
 from shoal.comm.world import Group
 from shoal.layout.kinds import split_evenly
 from shoal.mesh import Coords
@@ -62,7 +62,7 @@ class OneD:
         sizes = self._sizes
         stream: Stream = Divided(group, sizes) if self.sequence else Repeated(group)
         if role.kind == "loss":
-            return VocabularyCrossEntropy(stream, sizes)
+            return VocabularyCrossEntropy(stream, sizes, getattr(module, "z_loss", 0.0))
         if role.kind == "embed":
             table = cast(nn.Embedding, module)
             sizes.vocabulary = table.num_embeddings
@@ -79,12 +79,15 @@ class OneD:
         return ColumnLinear(linear, stream, tuple(stop - start for start, stop in spans))
 
     def localise(self, ctx: Context, group: Group) -> Context:
-        """What of a micro-batch's context is this rank's: the dropout keys of its positions."""
+        """What of a micro-batch's context is this rank's: the learned positions and the dropout keys of its part of the
+        stream. Attention sees all positions, and so their angles and their mask."""
         if not self.sequence:
             return ctx
-        self._sizes.positions = ctx.rope[0].shape[1]
-        size = part_size(self._sizes.positions, group.size)
-        return replace(ctx, noise=ctx.noise and ctx.noise.part(group.index * size, size))
+        self._sizes.positions = ctx.length
+        size = part_size(ctx.length, group.size)
+        first = group.index * size
+        positions = None if ctx.positions is None else pad(ctx.positions[:, first : first + size], 1, size)
+        return replace(ctx, positions=positions, noise=ctx.noise and ctx.noise.part(first, size))
 
     def _whole(self, role: Role, module: str, parameter: str, shape: Sequence[int]) -> Rule:
         """All of it on every rank, which sees the same as the others unless it has positions or heads of its own."""

@@ -22,7 +22,7 @@ from shoal.comm.differentiable import Arriving, joined, part_size
 from shoal.comm.world import Group
 from shoal.layout.kinds import split_evenly
 from shoal.model.linear import scaled_gradient
-from shoal.model.loss import IGNORED, chunk_rows
+from shoal.model.loss import IGNORED, add_chunk, chunk_rows, new_gradient
 from shoal.tensor.linear import ColumnLinear
 from shoal.tensor.stream import PURPOSE, FullSizes, Stream
 
@@ -59,16 +59,18 @@ class VocabularyCrossEntropy(nn.Module):
     """The summed loss, the same on every rank, of the stream [B, S, H] under the rows of an output matrix that this
     rank has, and labels [B, T].
 
-    As in :mod:`shoal.model.loss`, gradients are made in the forward pass, a chunk of rows at a time.
+    As in :mod:`shoal.model.loss`, gradients are made in the forward pass, a chunk of rows at a time, and the z-loss is
+    there where gradients are made.
     """
 
-    def __init__(self, stream: Stream, sizes: FullSizes) -> None:
+    def __init__(self, stream: Stream, sizes: FullSizes, z_loss: float = 0.0) -> None:
         super().__init__()
-        self.stream, self.sizes = stream, sizes
+        self.stream, self.sizes, self.z_loss = stream, sizes, z_loss
 
     def forward(self, x_BSH: Tensor, weight: Tensor, labels_BT: Tensor) -> Tensor:
         # Inside a Function autograd is always off, so whether gradients are wanted must be asked here.
-        arguments = (self.stream, self.sizes, torch.is_grad_enabled())
+        training = torch.is_grad_enabled()
+        arguments = (self.stream, self.sizes, self.z_loss if training else 0.0, training)
         total: Tensor = _CrossEntropy.apply(x_BSH, weight, labels_BT, *arguments)  # type: ignore[no-untyped-call]
         return total
 
@@ -76,14 +78,21 @@ class VocabularyCrossEntropy(nn.Module):
 class _CrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any, x_BSH: Tensor, weight_VH: Tensor, labels_BT: Tensor, stream: Stream, sizes: FullSizes, training: bool
+        ctx: Any,
+        x_BSH: Tensor,
+        weight_VH: Tensor,
+        labels_BT: Tensor,
+        stream: Stream,
+        sizes: FullSizes,
+        z_loss: float,
+        training: bool,
     ) -> Tensor:
         needs_x, needs_weight = (needed and training for needed in ctx.needs_input_grad[:2])
         x, labels = x_BSH.reshape(1, -1, x_BSH.shape[-1]), stream.by_part(labels_BT)
         grad_x = torch.empty_like(x) if needs_x else None
-        grad_weight = torch.empty_like(weight_VH) if needs_weight else None
         total = x.new_zeros((), dtype=_exact(x.dtype))
         chunks = _chunks(x.shape[1], stream, sizes.vocabulary, x.shape[2])
+        grad_weight = new_gradient(weight_VH, chunks[0].stop, x.shape[1]) if needs_weight else None
         space = x.new_empty((chunks[0].stop * stream.parts, weight_VH.shape[0]))
         arriving = _start_enter(x, chunks[0], stream)
         leaving: list[tuple[slice, Arriving]] = []
@@ -94,18 +103,21 @@ class _CrossEntropy(Function):
             label = labels[:, chunk].flatten()
             row, mine = _rows_here(label, weight_VH, sizes, stream.group)
             logits_MV = torch.mm(x_MH, weight_VH.t(), out=space[: len(x_MH)])
-            losses, scale = _exponentials(logits_MV, row, mine, stream.group)
+            losses, log_z, scale = _exponentials(logits_MV, row, mine, stream.group)
+            if z_loss:
+                losses += z_loss * log_z.square()
+                scale *= 1.0 + 2.0 * z_loss * log_z
             total += losses.masked_fill(label == IGNORED, 0.0).sum()
             if grad_x is None and grad_weight is None:
                 continue
-            # In place: the softmax, less one at the label, and zero where nothing counts.
+            # In place: the gradient of log Z, less one at the label, and zero where nothing counts.
             logits_MV.mul_(scale.masked_fill(label == IGNORED, 0.0)[:, None])
             logits_MV.scatter_add_(1, row[:, None], mine[:, None].to(logits_MV.dtype).neg_())
             if grad_x is not None:
                 _land(leaving, grad_x)
                 leaving.append((chunk, stream.start_leave((logits_MV @ weight_VH)[None])))
             if grad_weight is not None:
-                torch.addmm(grad_weight, logits_MV.t(), x_MH, beta=int(number > 0), out=grad_weight)
+                add_chunk(grad_weight, logits_MV, x_MH, first=number == 0)
         if grad_x is not None:
             _land(leaving, grad_x)
             grad_x = grad_x.view(x_BSH.shape)
@@ -115,13 +127,13 @@ class _CrossEntropy(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
         # The saved gradients belong to this node alone and are used once, so they may be scaled where they lie.
         return (
             None if grad_x is None else grad_x.mul_(grad),
             None if grad_weight is None else scaled_gradient(ctx.weight, grad_weight, grad),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
@@ -143,9 +155,9 @@ def _land(leaving: list[tuple[slice, Arriving]], grad_x: Tensor) -> None:
     leaving.clear()
 
 
-def _exponentials(logits_MV: Tensor, row: Tensor, mine: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Turns logits in place into exponentials; returns each row's loss [M], and the factor [M] that makes them its
-    softmax.
+def _exponentials(logits_MV: Tensor, row: Tensor, mine: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Turns logits in place into exponentials; returns each row's loss [M], the logarithm [M] of what its exponentials
+    would sum to, and the factor [M] that makes them its softmax.
 
     The exponentials are relative to this rank's largest logit; the ranks' sums are then brought to the largest of all.
     """
@@ -160,7 +172,8 @@ def _exponentials(logits_MV: Tensor, row: Tensor, mine: Tensor, group: Group) ->
     top = tops.amax(0)
     shares = (tops - top).exp()
     total = (sums * shares).sum(0)
-    return (top - labelled.sum(0)) + total.log(), shares[group.index] / total
+    log_total = total.log()
+    return (top - labelled.sum(0)) + log_total, top + log_total, shares[group.index] / total
 
 
 def _rows_here(tokens: Tensor, weight_VH: Tensor, sizes: FullSizes, group: Group) -> tuple[Tensor, Tensor]:

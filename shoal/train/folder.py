@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 from shoal.config import Config
 from shoal.errors import ConfigError, setting
 
 TOKENIZER = "tokenizer.json"
+COMPANIONS = "hf"
+"""The folder, beside checkpoints, of what a Hugging Face folder had besides weights and tokenizer."""
 _LOCK = ".lock"
 # A run that was killed holds its lock until the kernel has ended the last of its processes.
 _PATIENCE_S = 1.0
@@ -22,6 +26,30 @@ _PATIENCE_S = 1.0
 def run_folder(config: Config) -> Path:
     """Where a run keeps its checkpoints, metrics, configuration and tokenizer."""
     return config.run.folder / config.run.name
+
+
+@contextmanager
+def made_whole(path: Path) -> Iterator[Path]:
+    """A new folder to fill, which becomes ``path`` when the block ends without an error; otherwise nothing is left.
+
+    Raises :class:`ConfigError` when ``path`` exists.
+    """
+    check_absent(path)
+    path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{uuid4().hex[:8]}")
+    aside.mkdir()
+    try:
+        yield aside
+        aside.rename(path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def check_absent(path: Path) -> None:
+    """Raise :class:`ConfigError` when something is at ``path``: worth asking before any work."""
+    if path.exists() or path.is_symlink():
+        raise ConfigError(f"{path}: exists already and is left alone; name a new folder, or remove it")
 
 
 @contextmanager

@@ -27,7 +27,9 @@ from shoal.model.generate import generate
 from shoal.train.folder import TOKENIZER, run_folder
 from shoal.train.metrics import Sink, open_sinks
 from shoal.train.resume import advice, find_start, last_step, remember
-from shoal.train.setup import Source, make_engine, make_model, open_data
+from shoal.train.samples import parts_of
+from shoal.train.setup import Source, batch_size, make_engine, make_model, open_data
+from shoal.train.start import keep_companions
 
 
 def train(world: World, config: Config, layout: Layout, watch: Callable[[], Sequence[Sink]]) -> dict[str, Any]:
@@ -45,7 +47,7 @@ class _Run:
     def __init__(self, world: World, config: Config, layout: Layout, watch: Callable[[], Sequence[Sink]]) -> None:
         self.world, self.config = world, config
         self.folder = run_folder(config)
-        self.source = open_data(config)
+        self.source, self.size = open_data(config), batch_size(config)
         self.validation = _validation(config)
         self.engine: Engine = make_engine(config, layout, world)
         self.steps = last_step(config)
@@ -56,6 +58,7 @@ class _Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "run.toml").write_text(toml(config), encoding="utf-8")
             _keep_tokenizer(self.source, self.folder)
+            keep_companions(config, self.folder)
             self.sinks = [*open_sinks(config, self.folder), *watch()]
 
     def train(self) -> dict[str, Any]:
@@ -78,13 +81,14 @@ class _Run:
             batch = self.source.batch(step, self.engine.mesh.coords["dp"], engine.layout.dp)
             result = engine.step(batch)
             seconds = time.perf_counter() - started
-            tokens = config.data.batch * config.data.seq_len
+            before, samples = self.size.at(step)
+            tokens = samples * config.data.seq_len
             values: dict[str, Any] = {
                 "step": result.step,
                 "loss": result.loss,
                 "grad_norm": result.grad_norm,
                 "lr": result.lr,
-                "tokens": result.step * tokens,
+                "tokens": (before + samples) * config.data.seq_len,
                 "tokens_per_s": tokens / seconds,
                 "memory_gib": _memory_gib(self.world.device),
             }
@@ -92,8 +96,8 @@ class _Run:
                 values["hash"] = self._global_hash(batch)
             self._tell("step", **values)
             if result.skipped:
-                samples = self.source.batch(step)["sample"].tolist()
-                self._tell("skipped", step=result.step, so_far=engine.skipped, samples=samples)
+                lost = self.source.batch(step)["sample"].tolist()
+                self._tell("skipped", step=result.step, so_far=engine.skipped, samples=lost)
             if _due(config.evaluation.every, result.step, self.steps):
                 loss = self._evaluate()
             if _due(config.checkpoint.every, result.step, self.steps):
@@ -124,11 +128,14 @@ class _Run:
         self._tell("checkpoint", step=self.engine.steps_done, path=str(path))
 
     def _resume(self) -> None:
-        """Continue from the newest checkpoint of the run's folder, if it is one of the same run."""
+        """Continue from the newest checkpoint of the run's folder, if it is one of the same run, or begin with the
+        weights that the run file names."""
         found = find_start(self.config, self.source)
         if found is not None:
             with advice(found):
                 self.engine.load(found)
+        elif self.config.checkpoint.start is not None:
+            self.engine.load(self.config.checkpoint.start, states=False)
 
     def _sample(self) -> None:
         """Let the trained model speak, where the run file gives it a beginning."""
@@ -140,7 +147,10 @@ class _Run:
         ids = tokenizer.encode(prompt, add_special_tokens=False).ids if tokenizer else []
         told = json.loads(self.world.hear_first(json.dumps([ids, tokenizer.get_vocab_size() if tokenizer else 0])))
         if told[0]:
-            drawn = generate(self.engine.decoding(), told[0], tokens=self.config.run.sample_tokens, known=told[1])
+            shape, count = self.config.model, self.config.run.sample_tokens
+            if shape.positions == "learned":  # the last token that is drawn needs no position
+                count = min(count, shape.max_positions - len(told[0]) + 1)
+            drawn = generate(self.engine.decoding(), told[0], tokens=count, known=told[1])
             said = list(drawn)
             if tokenizer is not None:
                 self._tell("sample", prompt=prompt, text=tokenizer.decode(said))
@@ -153,6 +163,7 @@ class _Run:
             "step": self.engine.steps_done,
             "steps": self.steps,
             "folder": str(self.folder),
+            "data": [part.as_json() for part in parts_of(self.source)],
             "shoal": __version__,
             "torch": torch.__version__,
         }

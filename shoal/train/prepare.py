@@ -19,41 +19,54 @@ from shoal.errors import DataError, setting
 from shoal.train.metrics import check_packages
 from shoal.train.resume import find_start
 from shoal.train.setup import Source, open_data
+from shoal.train.start import check_start, tokenizer_of
 
 Progress = Callable[[str, int, int], None]
 """(what is being done, bytes done, bytes in all)."""
 
 
 def prepare(config: Config, progress: Progress, *, fresh: bool = False) -> None:
-    """Find whatever would fail later, before anything of the run is written: see :func:`prepare_data`, and
-    :func:`~shoal.train.resume.find_start` unless the run starts ``fresh``.
+    """Find whatever would fail later, before anything of the run is written: see :func:`prepare_data`,
+    :func:`~shoal.train.resume.find_start` unless the run starts ``fresh``, and :func:`~shoal.train.start.check_start`.
 
     Raises a :class:`~shoal.errors.ShoalError`.
     """
     check_packages(config)
     source = prepare_data(config, progress)
-    if not fresh:
-        find_start(config, source)
+    if fresh or find_start(config, source) is None:
+        check_start(config, source)
 
 
 def prepare_data(config: Config, progress: Progress) -> Source:
-    """The training samples. Makes the token store if it is missing and the run file names a text; checks the store,
-    its checksums and its vocabulary. Raises :class:`~shoal.errors.DataError`."""
+    """The training samples. Makes the token store if it is missing and the run file names a text, with the tokenizer of
+    the weights that the run begins with; checks the store, its checksums and its vocabulary.
+
+    Raises :class:`~shoal.errors.DataError`.
+    """
     data = config.data
     if data.source == "tokens":
-        assert data.path is not None
-        missing = not data.path.exists() and not index_path(data.path).exists()
-        if missing and data.text is not None:
+        given, end = tokenizer_of(config)
+        for number, path in enumerate(data.stores):
+            if path.exists() or index_path(path).exists():
+                continue
+            if data.text is None:
+                name, or_ = ("data.path", ", or name the text as data.text")
+                if data.sources:
+                    name, or_ = f"data.sources.{number}.path", ""
+                how = f" --tokenizer {given}" if given else ""
+                legal = f"make one with shoal data TEXT {path}{how}{or_}"
+                raise DataError(setting(name, path, "there is no token store", legal))
             vocab = data.tokenizer_vocab or config.model.vocab
-            make_store(data.text, data.path, vocab=vocab, separator=data.separator, progress=progress)
-        elif missing:
-            legal = f"make one with shoal data TEXT {data.path}, or name the text as data.text"
-            raise DataError(setting("data.path", data.path, "there is no token store", legal))
+            make_store(
+                data.text, path, tokenizer=given, vocab=vocab, separator=data.separator, end_of_document=end,
+                progress=progress,
+            )  # fmt: skip
     source = open_data(config)
     if isinstance(source, Batches):
         if data.validation:
             open_data(config, "validation")
-        source.store.verify(partial(progress, f"checking {data.path}"))
+        for store in source.samples.stores:
+            store.verify(partial(progress, f"checking {store.path}"))
     return source
 
 
@@ -64,7 +77,8 @@ def make_store(
     tokenizer: Path | None = None,
     vocab: int | None = None,
     separator: str | None = None,
-    field: str = "text",
+    field: str | None = None,
+    template: str | None = None,
     end_of_document: str = END_OF_DOCUMENT,
     workers: int | None = None,
     overwrite: bool = False,
@@ -79,13 +93,14 @@ def make_store(
             assert vocab is not None, "either a tokenizer or the size of one to train"
             progress(f"training a tokenizer on {text}", 0, corpus.size)
             tokenizer = Path(folder) / "tokenizer.json"
-            train_tokenizer(corpus, vocab).save(str(tokenizer))
+            train_tokenizer(corpus, vocab, template).save(str(tokenizer))
             progress(f"training a tokenizer on {text}", corpus.size, corpus.size)
         return tokenize(
             corpus,
             tokenizer,
             out,
             end_of_document=end_of_document,
+            template=template,
             workers=workers,
             overwrite=overwrite,
             progress=partial(progress, f"tokenising {text}"),

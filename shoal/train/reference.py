@@ -67,6 +67,9 @@ class PlainTrainer:
         assert labels is not None
         logits = self.model(batch, ctx)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        if self.model.shape.z_loss:
+            log_sums = logits.logsumexp(-1)[labels != IGNORED]
+            loss = loss + self.model.shape.z_loss * log_sums.square().sum()
         loss = loss / (labels != IGNORED).sum().clamp(min=1)
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)

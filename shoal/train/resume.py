@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shoal import __version__, checkpoint
-from shoal.config import Config, Model
+from shoal.config import Config, Model, parse
 from shoal.data.batches import Batches
 from shoal.errors import CheckpointError, setting
 from shoal.train.folder import run_folder
@@ -21,6 +21,8 @@ KEPT = (
     "data.source",
     "data.seq_len",
     "data.batch",
+    "data.batch_ramp",
+    "data.packing",
     "data.validation",
     "data.documents",
     *(f"model.{key}" for key in Model.model_fields if key != "dropout"),
@@ -33,7 +35,7 @@ and states would not fit. The layout may change, and so may the length of the ru
 def remember(config: Config, source: Source) -> dict[str, Any]:
     """What is kept with every checkpoint, as JSON."""
     return {
-        "data": source.store.fingerprint if isinstance(source, Batches) else config.data.source,
+        "data": source.samples.fingerprint if isinstance(source, Batches) else config.data.source,
         "config": config.model_dump(mode="json", exclude_none=True),
         "shoal": __version__,
         "torch": torch.__version__,
@@ -52,15 +54,16 @@ def find_start(config: Config, source: Source) -> Path | None:
     with advice(found):
         manifest = checkpoint.read_manifest(found)
     saved, wanted = dict(manifest.meta), remember(config, source)
+    before, now = _settings(saved), _settings(wanted)
     anew = "give the run another name, or start anew with --fresh"
     for key in KEPT:
-        before, now = _value(saved, key), _value(wanted, key)
-        if before != now:
-            problem = f"the checkpoint {found} was trained with {before}"
-            raise CheckpointError(setting(key, now, problem, f"set it to {before}, {anew}"))
+        if before.get(key) != now.get(key):
+            problem = f"the checkpoint {found} was trained with {before.get(key)}"
+            raise CheckpointError(setting(key, now.get(key), problem, f"set it to {before.get(key)}, {anew}"))
     if saved.get("data") != wanted["data"]:
         problem = f"the checkpoint {found} was trained on other tokens"
-        raise CheckpointError(setting("data.path", config.data.path, problem, f"name the store it saw, {anew}"))
+        key, paths = "data.sources" if config.data.sources else "data.path", ", ".join(map(str, config.data.stores))
+        raise CheckpointError(setting(key, paths, problem, f"name what it saw, {anew}"))
     if manifest.step > last_step(config):
         key = "run.stop" if config.run.stop else "run.steps"
         legal = f"use at least {manifest.step}, {anew}"
@@ -83,6 +86,9 @@ def last_step(config: Config) -> int:
     return min(config.run.stop or config.run.steps, config.run.steps)
 
 
-def _value(meta: dict[str, Any], key: str) -> Any:
-    section, _, name = key.partition(".")
-    return meta.get("config", {}).get(section, {}).get(name)
+def _settings(meta: dict[str, Any]) -> dict[str, Any]:
+    """ "section.key" → value of the configuration in ``meta``, settings that came after it at their defaults."""
+    if "config" not in meta:
+        return {}
+    sections = parse(meta["config"]).model_dump(mode="json")
+    return {f"{section}.{key}": value for section, table in sections.items() for key, value in table.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
@@ -10,7 +11,11 @@ import torch
 from shoal.build import DTYPES
 from shoal.comm.world import World
 from shoal.config import Config
+from shoal.data.batch_size import BatchSize
 from shoal.data.batches import Batch, Batches, Synthetic
+from shoal.data.hashing import derive
+from shoal.data.mixture import Mixture
+from shoal.data.samples import Samples, StoreSamples
 from shoal.data.store import TokenStore
 from shoal.engine import Engine
 from shoal.layout import Layout
@@ -35,7 +40,8 @@ def fit(config: Config, layout: Layout, world: int) -> Layout:
     do not suit the model.
     """
     filled = layout.fill(world)
-    filled.check(config.model, config.data.batch, world)
+    for samples in batch_size(config).sizes():
+        filled.check(config.model, samples, world)
     filled.check_built()
     if config.optimizer.groups:
         model = make_model(config, filled)
@@ -46,22 +52,39 @@ def fit(config: Config, layout: Layout, world: int) -> Layout:
 def open_data(config: Config, split: Literal["train", "validation"] = "train") -> Source:
     """The samples of a run file. Raises :class:`~shoal.errors.DataError` where they cannot be used."""
     data, seed = config.data, config.run.seed
+    size = batch_size(config) if split == "train" else BatchSize(data.batch)
     if data.source == "synthetic":
         # Validation samples are others: their seed is.
         shift = 0 if split == "train" else 1
-        return Synthetic(vocab=config.model.vocab, seq_len=data.seq_len, batch=data.batch, seed=2 * seed + shift)
-    assert data.path is not None
-    store = TokenStore.open(data.path)
-    store.check_vocab(config.model.vocab)
-    return Batches(
-        store,
-        seq_len=data.seq_len,
-        batch=data.batch,
-        seed=seed,
-        split=split,
-        validation=data.validation,
-        documents=data.documents,
-    )
+        return Synthetic(vocab=config.model.vocab, seq_len=data.seq_len, batch=size, seed=2 * seed + shift)
+    return Batches(open_samples(config, split), batch=size, split=split, documents=data.documents)
+
+
+def open_samples(config: Config, split: Literal["train", "validation"] = "train") -> Samples:
+    """The samples of the run file's token stores. Raises :class:`~shoal.errors.DataError`."""
+    data, seed = config.data, config.run.seed
+
+    def of(path: Path, seed: int) -> Samples:
+        store = TokenStore.open(path)
+        store.check_vocab(config.model.vocab)
+        return StoreSamples(
+            store,
+            seq_len=data.seq_len,
+            seed=seed,
+            validation=data.validation,
+            packing=data.packing,
+            validates=split == "validation",
+        )
+
+    if data.path is not None:
+        return of(data.path, seed)
+    sources = [of(source.path, derive("source", seed, number)) for number, source in enumerate(data.sources)]
+    return Mixture(sources, [source.weight for source in data.sources], seed)
+
+
+def batch_size(config: Config) -> BatchSize:
+    """How many samples each training step takes."""
+    return BatchSize(config.data.batch, config.data.batch_ramp)
 
 
 def make_model(config: Config, layout: Layout) -> Decoder:

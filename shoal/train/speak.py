@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer
 
 from shoal import checkpoint
 from shoal.comm.world import World
 from shoal.config import parse
-from shoal.data.tokenize import load_tokenizer
+from shoal.data.tokenize import END_OF_DOCUMENT, load_tokenizer
 from shoal.errors import CheckpointError, ConfigError, setting
+from shoal.local import allot, lay_out
+from shoal.mesh import Grid
+from shoal.model.context import check_room
 from shoal.model.decoder import Decoder
 from shoal.model.generate import decoding, generate
-from shoal.train.folder import TOKENIZER
-from shoal.train.setup import make_model, materialise_alone
+from shoal.model.hf import end_tokens
+from shoal.tensor.whole import Whole
+from shoal.train.folder import COMPANIONS, TOKENIZER
+from shoal.train.setup import make_model
 
 
 def load_model(path: Path) -> Decoder:
@@ -26,8 +33,11 @@ def load_model(path: Path) -> Decoder:
         problem = "it does not say which model it is of"
         raise CheckpointError(setting("checkpoint", path, problem, "name one that shoal train has saved"))
     config = parse(meta["config"])
-    model = make_model(config, config.plan())
-    parameters = materialise_alone(model, config.run.seed)
+    model, grid, device = make_model(config, config.plan()), Grid((("dp", 1),)), torch.device("cpu")
+    held = lay_out(model, model.layers(), model.roles, Whole(), grid, grid.coords(0))
+    parameters = allot(model, held, config.run.seed, device)
+    for one in parameters:  # filled below: initial values would be drawn for nothing
+        one.parameter.data = torch.empty(one.placement.shape, dtype=one.parameter.dtype)
     weights = [fragment for one in parameters for fragment in one.fragments("weight", one.parameter.detach())]
     checkpoint.load(path, weights, World())
     return model
@@ -39,27 +49,29 @@ def speak(
     """What the model of a run folder (its newest checkpoint), or of one checkpoint, adds to ``prompt``, piece by piece.
 
     Raises, before the first piece, :class:`CheckpointError` where there is no usable checkpoint and
-    :class:`ConfigError` for an empty prompt.
+    :class:`ConfigError` for an empty prompt, and for a text that is longer than the positions the model has learned.
     """
     found = checkpoint.resolve(path)
     tokenizer_path = found.parent / TOKENIZER
     if not tokenizer_path.exists():
         raise CheckpointError(f"{tokenizer_path}: missing; text needs the tokenizer the model was trained with")
     tokenizer = load_tokenizer(tokenizer_path)
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    ids = tokenizer.encode(prompt).ids  # an imported tokenizer may put a token of its own before a text
     if not ids:
         raise ConfigError(setting("--prompt", repr(prompt), "no tokens in it", 'give some text, such as "In the"'))
+    stops = end_tokens(found.parent / COMPANIONS) or {tokenizer.token_to_id(END_OF_DOCUMENT)}
+    model = load_model(found)
+    check_room(model.shape, len(ids) + tokens - 1)
     drawn = generate(
-        decoding(load_model(found)),
+        decoding(model),
         ids,
         tokens=tokens,
         temperature=temperature,
         top_k=top_k,
         seed=seed,
-        stop=tokenizer.token_to_id("<|endoftext|>"),
-        known=tokenizer.get_vocab_size(),
+        known=1 + max(tokenizer.get_vocab().values()),
     )
-    return _pieces(drawn, tokenizer)
+    return _pieces(takewhile(lambda token: token not in stops, drawn), tokenizer)
 
 
 def _pieces(drawn: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:

@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 
-from shoal.comm.collectives import MESSAGE_TAGS
+from shoal.comm import messages
+from shoal.comm.collectives import MESSAGE_TAGS, start_all_gather, start_reduce_scatter
 from shoal.comm.ledger import Ledger
 from shoal.comm.point_to_point import connect, start_receive, start_send
 from shoal.comm.world import Group, World
@@ -104,3 +105,21 @@ def silent(world: World) -> None:
 def test_waiting_for_what_never_comes_ends_at_the_time_out_of_the_group(pool: Pool) -> None:
     with pytest.raises(RankFailed, match=r"rank 1 raised:(.|\n)*Timed out"):
         pool.run(silent, ranks=2, timeout_s=1)
+
+
+def staged(world: World) -> tuple[list[float], list[float], list[float]]:
+    """A message, a gather and a reduce-scatter, all of them through memory of their own as between GPUs under gloo."""
+    messages._staged = lambda tensor, group: True  # of this process; the pool ends with the test
+    (first, *_), group = around(world), world.everyone
+    parts, sums = torch.empty(world.size), torch.empty(1)
+    start_all_gather(parts, torch.tensor([float(world.rank)]), group, "parameters").wait()
+    start_reduce_scatter(sums, torch.arange(world.size) * 10.0 ** (world.rank + 1), group, "gradients").wait()
+    return [first], parts.tolist(), sums.tolist()
+
+
+def test_messages_may_be_staged() -> None:
+    with Pool(3) as pool:
+        found = pool.run(staged, ranks=3)
+    assert [first for first, _, _ in found] == [[2], [0], [1]]
+    assert all(parts == [0, 1, 2] for _, parts, _ in found)
+    assert [sums for _, _, sums in found] == [[0], [1110], [2220]]

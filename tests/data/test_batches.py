@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -8,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.data.batch_size import BatchSize
 from shoal.data.batches import Batch, Batches, Synthetic, batch_hash, mask_labels
+from shoal.data.samples import StoreSamples
 from shoal.data.store import TokenStore
 from shoal.data.store_writer import write_store
 from shoal.errors import DataError
@@ -31,6 +34,18 @@ def store_of(folder: Path, tokens: np.ndarray, ends: np.ndarray) -> TokenStore:
     return TokenStore.open(folder / "s")
 
 
+def batches_of(
+    store: TokenStore,
+    *,
+    batch: int | BatchSize,
+    split: Literal["train", "validation"] = "train",
+    documents: bool = False,
+    **of_samples: Any,
+) -> Batches:
+    samples = StoreSamples(store, validates=split == "validation", **of_samples)
+    return Batches(samples, batch=batch, split=split, documents=documents)
+
+
 def joined(parts: list[Batch]) -> Batch:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -40,7 +55,7 @@ def equal(a: Batch, b: Batch) -> bool:
 
 
 def test_shapes_dtypes_and_labels(counting: TokenStore) -> None:
-    batch = Batches(counting, seq_len=10, batch=4, seed=0).batch(3)
+    batch = batches_of(counting, seq_len=10, batch=4, seed=0).batch(3)
     for name in ("tokens", "labels", "positions"):
         assert batch[name].shape == (4, 10)
         assert batch[name].dtype == torch.int64
@@ -54,7 +69,7 @@ def test_shapes_dtypes_and_labels(counting: TokenStore) -> None:
 @pytest.mark.parametrize("split", ["train", "validation"])
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 6, 12])
 def test_any_number_of_parts_sees_the_same_global_batch(counting: TokenStore, split: str, parts: int) -> None:
-    batches = Batches(
+    batches = batches_of(
         counting, seq_len=8, batch=12, seed=1, split=split, validation=0.4, documents=True
     )  # fmt: skip
     for step in (0, batches.n_batches - 1):
@@ -65,7 +80,7 @@ def test_any_number_of_parts_sees_the_same_global_batch(counting: TokenStore, sp
 
 
 def test_an_epoch_reads_every_window_once_and_the_next_in_another_order(counting: TokenStore) -> None:
-    batches = Batches(counting, seq_len=10, batch=8, seed=0)
+    batches = batches_of(counting, seq_len=10, batch=8, seed=0)
     assert (batches.n_samples, batches.n_batches) == (40, 5)
     first = joined([batches.batch(step) for step in range(5)])["tokens"][:, 0].tolist()
     second = joined([batches.batch(step) for step in range(5, 10)])["tokens"][:, 0].tolist()
@@ -74,26 +89,26 @@ def test_an_epoch_reads_every_window_once_and_the_next_in_another_order(counting
 
 
 def test_a_batch_may_span_two_epochs(counting: TokenStore) -> None:
-    batches = Batches(counting, seq_len=10, batch=16, seed=0)
+    batches = batches_of(counting, seq_len=10, batch=16, seed=0)
     windows = joined([batches.batch(step) for step in range(5)])["tokens"][:, 0].tolist()
     assert sorted(windows[:40]) == sorted(windows[40:]) == list(range(0, 400, 10))
 
 
 def test_validation_is_walked_once_and_filled_up_with_labels_that_do_not_count(counting: TokenStore) -> None:
     common = {"seq_len": 10, "batch": 4, "validation": 0.25}
-    validation = Batches(counting, seed=0, split="validation", **common)
+    validation = batches_of(counting, seed=0, split="validation", **common)
     assert (validation.n_samples, validation.n_batches) == (10, 3)
     batches = [validation.batch(step) for step in range(3)]
     counted = [(batch["labels"] != IGNORED).all(dim=1).tolist() for batch in batches]
     assert counted == [[True] * 4, [True] * 4, [True, True, False, False]]
     assert (batches[2]["labels"][2:] == IGNORED).all()
     validated = joined(batches)["tokens"][:10, 0].tolist()
-    train = Batches(counting, seed=5, **common)
+    train = batches_of(counting, seed=5, **common)
     trained = joined([train.batch(step) for step in range(20)])["tokens"][:, 0].tolist()
     assert len(set(validated)) == 10
     assert set(validated) | set(trained) == set(range(0, 400, 10))
     assert not set(validated) & set(trained)
-    assert equal(batches[0], Batches(counting, seed=77, split="validation", **common).batch(0))
+    assert equal(batches[0], batches_of(counting, seed=77, split="validation", **common).batch(0))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -105,7 +120,7 @@ def test_documents_are_numbered_and_apart(
     owner = np.repeat(np.arange(len(lengths)), lengths)
     place = np.concatenate([np.arange(length) for length in lengths])
     store = store_of(tmp_path_factory.mktemp("d"), np.arange(len(owner)), np.cumsum(lengths))
-    batch = Batches(store, seq_len=seq_len, batch=3, seed=0, documents=True).batch(0)
+    batch = batches_of(store, seq_len=seq_len, batch=3, seed=0, documents=True).batch(0)
     for row in range(3):
         at = batch["tokens"][row].numpy()
         whose = owner[at]
@@ -119,14 +134,14 @@ def test_documents_are_numbered_and_apart(
 
 
 def test_a_store_without_one_sample_is_refused(counting: TokenStore) -> None:
-    Batches(counting, seq_len=402, batch=1, seed=0)
+    batches_of(counting, seq_len=402, batch=1, seed=0)
     with pytest.raises(DataError, match=r"data\.seq_len = 403: .*404 tokens and .* has 403; at most 402"):
-        Batches(counting, seq_len=403, batch=1, seed=0)
+        batches_of(counting, seq_len=403, batch=1, seed=0)
 
 
 def test_a_validation_split_without_a_sample_is_refused(counting: TokenStore) -> None:
     with pytest.raises(DataError, match=r"data\.validation = 0\.01: keeps none of the 40 .*use at least 0\.013"):
-        Batches(counting, seq_len=10, batch=1, seed=0, split="validation", validation=0.01)
+        batches_of(counting, seq_len=10, batch=1, seed=0, split="validation", validation=0.01)
 
 
 def test_synthetic_tokens_are_a_function_of_seed_and_sample() -> None:
@@ -145,7 +160,7 @@ def test_synthetic_tokens_are_a_function_of_seed_and_sample() -> None:
 
 
 def test_the_hash_tells_tokens_and_labels_apart(counting: TokenStore) -> None:
-    batches = Batches(counting, seq_len=10, batch=4, seed=0)
+    batches = batches_of(counting, seq_len=10, batch=4, seed=0)
     batch = batches.batch(0)
     assert batch_hash(batch) == batch_hash(batches.batch(0))
     parts = [batch_hash(batches.batch(0, part, 2)) for part in range(2)]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data import corpus as corpus_module
+from shoal.data import pieces as pieces_module
 from shoal.data.corpus import Corpus
 from shoal.errors import DataError
 
@@ -65,7 +65,7 @@ def test_pieces_and_blocks_of_any_size_give_the_same_documents(
     (folder / "a.txt").write_bytes(("x" + text).encode())
     (folder / "b.jsonl").write_text(json.dumps({"text": "x" + text}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus_module, "_BLOCK_BYTES", block)
+        patch.setattr(pieces_module, "_BLOCK_BYTES", block)
         for separator in ("--", "\n\n", None):
             expected = ("x" + text).split(separator) if separator else ["x" + text]
             corpus = Corpus.find(folder / "a.txt", separator=separator)
@@ -90,8 +90,8 @@ def test_a_long_document_is_cut_behind_lone_line_breaks(tmp_path: Path) -> None:
     ("line", "message"),
     [
         (b'{"text": "x"', r"a\.jsonl, line 2: not JSON \(.* at character 13\)"),
-        (b'["x"]', r"a\.jsonl, line 2: list instead of an object with a field 'text'"),
-        (b'{"texts": "x", "id": 1}', r"2: no field 'text' \(did you mean 'texts'\?\); the line has texts"),
+        (b'["x"]', r"a\.jsonl, line 2: list instead of an object"),
+        (b'{"texts": "x", "id": 1}', r"2: no field 'text' \(did you mean 'texts'\?\); there is texts, id"),
         (b'{"text": 5}', r"line 2: field 'text' is int, not a string"),
         (b'{"text": "\xff"}', r"line 2: cannot be read \('utf-8' codec"),
         (b'{"text": "\\ud800"}', r"line 2: field 'text' has half of a surrogate pair"),
@@ -105,7 +105,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
 
 
 def test_a_byte_that_is_not_utf8_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "_BLOCK_BYTES", 4)
+    monkeypatch.setattr(pieces_module, "_BLOCK_BYTES", 4)
     (tmp_path / "a.txt").write_bytes("ßßßß".encode() + b"abc\xffdef")
     with pytest.raises(DataError, match=r"a\.txt: byte 11 is not UTF-8 \(invalid start byte\)"):
         documents(Corpus.find(tmp_path))
@@ -117,7 +117,7 @@ def test_a_byte_that_is_not_utf8_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 def test_missing_and_empty_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nothing: no such file or folder"):
         Corpus.find(tmp_path / "nothing")
-    with pytest.raises(DataError, match=r"no \*\.txt or \*\.jsonl"):
+    with pytest.raises(DataError, match=r"no \*\.txt, \*\.jsonl, \*\.parquet in"):
         Corpus.find(tmp_path)
     (tmp_path / "a.txt").touch()
     with pytest.raises(DataError, match="empty"):

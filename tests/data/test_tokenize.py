@@ -106,7 +106,7 @@ def test_cutting_a_long_document_does_not_change_its_tokens(tmp_path: Path, monk
     corpus = Corpus.find(tmp_path / "a.txt")
     tokenizer = train_tokenizer(corpus, 350)
     pieces = Corpus.pieces
-    monkeypatch.setattr(Corpus, "pieces", lambda self: pieces(self, 500))
+    monkeypatch.setattr(Corpus, "pieces", lambda self, **rest: pieces(self, 500, **rest))
     store = tokenize(corpus, saved(tokenizer, tmp_path), tmp_path / "store")
     assert len(list(corpus.pieces())) > 10
     assert store.tokens.tolist() == [*tokenizer.encode((tmp_path / "a.txt").read_text()).ids, 0]

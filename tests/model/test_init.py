@@ -69,6 +69,11 @@ def test_vectors_are_ones_and_biases_zeros() -> None:
     assert full("linear.bias", (7,)).eq(0).all()
 
 
+def test_without_a_deviation_everything_is_zero() -> None:
+    assert full("norm.weight", (7,), std=0.0).eq(0).all()
+    assert full("a.weight", std=0.0).eq(0).all()
+
+
 def test_drawing_leaves_pytorchs_own_generator_alone() -> None:
     before = torch.get_rng_state()
     full("a.weight")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shoal.meter import Meter
 from shoal.model import loss as loss_module
-from shoal.model.loss import IGNORED, linear_cross_entropy
+from shoal.model.loss import IGNORED, LinearCrossEntropy, linear_cross_entropy
 
 ROWS, HIDDEN, VOCAB = 37, 6, 11
 
@@ -22,32 +22,36 @@ def case(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[Tensor
     return x.requires_grad_(), weight.requires_grad_(), labels
 
 
-def plain(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(x @ weight.t(), labels, ignore_index=IGNORED, reduction="sum")
+def plain(x: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
+    logits = x @ weight.t()
+    log_z = logits.logsumexp(1)[labels != IGNORED]
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") + z_loss * log_z.square().sum()
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.1], ids=["plain", "z-loss"])
 @pytest.mark.parametrize("chunk_rows", [0, 1, 4, ROWS - 1, ROWS, 1000], ids="{}-rows".format)
 def test_loss_and_gradients_equal_pytorchs_however_rows_are_chunked(
-    monkeypatch: pytest.MonkeyPatch, chunk_rows: int
+    monkeypatch: pytest.MonkeyPatch, chunk_rows: int, z_loss: float
 ) -> None:
     monkeypatch.setattr(loss_module, "CHUNK", chunk_rows * VOCAB)
     x, weight, labels = case()
-    found, expected = linear_cross_entropy(x, weight, labels), plain(x, weight, labels)
+    found, expected = linear_cross_entropy(x, weight, labels, z_loss), plain(x, weight, labels, z_loss)
     grads = [torch.autograd.grad(total * 0.3, (x, weight)) for total in (found, expected)]
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-12)
     assert grads[0][0][5:9].eq(0).all()
 
 
-def test_gradients_equal_finite_differences() -> None:
+@pytest.mark.parametrize("z_loss", [0.0, 0.1], ids=["plain", "z-loss"])
+def test_gradients_equal_finite_differences(z_loss: float) -> None:
     x, weight, labels = case()
-    grads = torch.autograd.grad(linear_cross_entropy(x, weight, labels), (x, weight))
+    grads = torch.autograd.grad(linear_cross_entropy(x, weight, labels, z_loss), (x, weight))
     for number, grad in enumerate(grads):
         direction = torch.randn(grad.shape, generator=torch.Generator().manual_seed(number), dtype=grad.dtype)
         moved = [
             [t + sign * 1e-5 * direction if i == number else t for i, t in enumerate((x, weight))] for sign in (1, -1)
         ]
-        up, down = (linear_cross_entropy(*one, labels).item() for one in moved)
+        up, down = (linear_cross_entropy(*one, labels, z_loss).item() for one in moved)
         assert (up - down) / 2e-5 == pytest.approx((grad * direction).sum().item(), rel=1e-8)
 
 
@@ -59,6 +63,36 @@ def test_what_needs_no_gradient_gets_none(which: int) -> None:
     (expected,) = torch.autograd.grad(plain(*inputs), inputs[which])
     torch.testing.assert_close(inputs[which].grad, expected)
     assert inputs[1 - which].grad is None
+
+
+def test_an_evaluation_has_no_z_loss() -> None:
+    x, weight, labels = case()
+    loss = LinearCrossEntropy(z_loss=0.1)
+    for training, z_loss in ((True, 0.1), (False, 0.0)):
+        with torch.set_grad_enabled(training):
+            found = loss(x[None], weight, labels[None])
+        torch.testing.assert_close(found, plain(x, weight, labels, z_loss))
+
+
+def test_the_gradients_of_many_chunks_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 each of the later ones would be off by as much as half of it is small."""
+    x, weight, labels = case(torch.bfloat16)
+    whole = torch.autograd.grad(linear_cross_entropy(x, weight, labels), weight)[0].float()
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda *sizes: 1)
+    apart = torch.autograd.grad(linear_cross_entropy(x, weight, labels), weight)[0].float()
+    assert (apart - whole).norm() < 2**-8 * whole.norm()
+
+
+def test_in_half_precision_only_the_logits_are_rounded() -> None:
+    """Log-probabilities in bfloat16 would be off by 1/256 of each."""
+    x, weight, labels = case(torch.bfloat16)
+    found = linear_cross_entropy(x, weight, labels, 0.1)
+    logits = (x @ weight.t()).double()
+    expected = plain(logits, torch.eye(VOCAB, dtype=torch.float64), labels, 0.1)
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    for grad, exact in zip(*(torch.autograd.grad(total, (x, weight)) for total in (found, expected)), strict=True):
+        assert (grad - exact).norm() < 0.01 * exact.norm()
 
 
 def test_when_nothing_counts_loss_and_gradients_are_zero() -> None:

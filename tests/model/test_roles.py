@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import pytest
+from families import FAMILIES, shape_of
 from torch import nn
 
 from shoal.config import Model
 from shoal.model.decoder import Decoder
+from shoal.model.norms import NORMS
 from shoal.model.roles import REPLICATED, Role, logical_parts, role_of
 
 TABLE = {"blocks.*.attn": Role("qkv"), "blocks.1.attn": Role("latent"), "*": Role("head"), "": Role("loss")}
@@ -38,14 +40,21 @@ def test_a_fused_parameters_parts_stand_beside_its_module() -> None:
     assert logical_parts(Role("norm"), "a.norm", "weight") == ()
 
 
-def test_every_module_with_parameters_of_the_decoder_has_a_role_that_fits_it() -> None:
-    model = Decoder(Model(layers=2, hidden=8, heads=4, kv_heads=2, ffn=6, vocab=10))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_module_with_parameters_of_the_decoder_has_a_role_that_fits_it(family: str) -> None:
+    model, norms = Decoder(shape_of(family)), tuple(NORMS.values())
     for name, module in model.named_modules():
         role = role_of(model.roles, name)
         if own := dict(module.named_parameters(recurse=False)):
             assert role is not REPLICATED, name
-            assert (role.kind == "norm") == isinstance(module, nn.RMSNorm), name
-        if role.parts:
-            assert sum(rows for _, rows in role.parts) == len(own["weight"])
+            assert (role.kind in ("norm", "head_norm")) == isinstance(module, norms), name
+            assert (role.kind in ("embed", "position")) == isinstance(module, nn.Embedding), name
+            for parameter in own:
+                if parts := logical_parts(role, name, parameter):
+                    assert sum(rows for _, rows in parts) == len(own[parameter])
+
+
+def test_matrices_that_write_to_the_residual_start_smaller() -> None:
+    model = Decoder(Model(layers=2, hidden=8, heads=4, kv_heads=2, ffn=6, vocab=10))
     assert {role_of(model.roles, f"blocks.1.{leaf}").std for leaf in ("attn.out", "ffn.down")} == {0.01}
     assert role_of(model.roles, "blocks.1.attn.qkv").std == role_of(model.roles, "embed").std == 0.02

@@ -115,11 +115,11 @@ def gradients(module: nn.Module, roles: RoleTable) -> dict[str, Array]:
     }
 
 
-def assert_same(found: Any, expected: Any, name: str = "", tolerance: float = 1e-12) -> None:
-    """Equal to ``tolerance`` of the norm of what is expected."""
+def assert_same(found: Any, expected: Any, name: str = "", tolerance: float = 1e-12, floor: float = 0.0) -> None:
+    """Equal to ``tolerance`` of the norm of what is expected, or of ``floor`` an element if that is more."""
     a, b = np.asarray(found, dtype=np.float64), np.asarray(expected, dtype=np.float64)
     assert a.shape == b.shape, f"{name}: {a.shape} for {b.shape}"
-    error, norm = np.linalg.norm(a - b), np.linalg.norm(b)
+    error, norm = np.linalg.norm(a - b), max(np.linalg.norm(b), floor * b.size**0.5)
     assert error <= tolerance * norm, f"{name}: {error / max(norm, 1e-300):.2e} of {norm:.2e}"
 
 

@@ -5,8 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from families import FAMILIES, shape_of
 from tensor_ranks import Array, Contribution, Divided, assert_same, batch, divide, gradients, put_together, whole
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -100,8 +102,9 @@ def name(case: Case) -> str:
     return f"{case.shape.heads}-heads-{'tied-' if case.shape.tied else ''}{kind}-{case.samples}x{case.length}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=name)
-def test_a_decoder_computes_what_one_process_does(pool: Pool, case: Case) -> None:
+def agrees(pool: Pool, case: Case) -> None:
+    """The loss and all gradients. One that is zero in exact arithmetic, as of a key's bias where positions are learned,
+    is rounding beside those of the whole model."""
     loss, wanted = expected(case)
     ranks = pool.run(train, case, ranks=case.ranks)
     for found, _ in ranks:
@@ -109,8 +112,28 @@ def test_a_decoder_computes_what_one_process_does(pool: Pool, case: Case) -> Non
     assert len({found for found, _ in ranks}) == 1, "every rank has the same loss, to the last bit"
     together = put_together(contributions for _, contributions in ranks)
     assert together.keys() == wanted.keys()
+    rms = np.sqrt(np.mean(np.concatenate([one.ravel() for one in wanted.values()]) ** 2))
     for key, gradient in wanted.items():
-        assert_same(together[key], gradient, key)
+        assert_same(together[key], gradient, key, floor=rms if key.endswith("attn.k.bias") else 0.0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_a_decoder_computes_what_one_process_does(pool: Pool, case: Case) -> None:
+    agrees(pool, case)
+
+
+FAMILY_CASES = {
+    f"{family}-{'1d-sp' if sequence else '1d'}x{ranks}": Case(
+        shape_of(family, z_loss=0.01, dropout=0.1, tied=sequence), ranks, sequence, length=13
+    )
+    for family in FAMILIES
+    for ranks, sequence in ((2, False), (2, True), (4, True))
+}
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES.values(), ids=FAMILY_CASES)
+def test_every_family_computes_what_one_process_does(pool: Pool, case: Case) -> None:
+    agrees(pool, case)
 
 
 # ---- forward alone -----------------------------------------------------------------------------------------

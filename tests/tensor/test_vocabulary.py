@@ -34,6 +34,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     chunk: int | None = None
     masked: bool = False
+    z_loss: float = 0.0
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -72,9 +73,10 @@ def differences(case: Case) -> str:
     return "-".join(f"{name}={value}" for name, value in values.items()) or "plain"
 
 
-def plain(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    logits = (x @ weight.t()).flatten(0, -2)
-    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+def plain(x: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
+    logits, labels = (x @ weight.t()).flatten(0, -2), labels.flatten()
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    return loss + z_loss * logits.logsumexp(-1).square()[labels != IGNORED].sum()
 
 
 # ---- loss --------------------------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ def loss_and_gradients(world: World, case: Case) -> tuple[float, Array | None, A
     mine, rows = case.own(world, x, 9.0).requires_grad_(), case.rows(world, weight).requires_grad_()
     before, loss_module.CHUNK = loss_module.CHUNK, loss_module.CHUNK if case.chunk is None else case.chunk
     try:
-        loss = VocabularyCrossEntropy(stream, sizes)(mine, rows, labels)
+        loss = VocabularyCrossEntropy(stream, sizes, case.z_loss)(mine, rows, labels)
     finally:
         loss_module.CHUNK = before
     (loss * 0.3).backward()
@@ -109,13 +111,16 @@ CASES = [
     Case(ranks=1),
     Case(masked=True),
     Case(masked=True, sequence=True),
+    Case(z_loss=0.1),
+    Case(z_loss=0.1, sequence=True, chunk=24, ranks=4),
+    Case(z_loss=0.1, ranks=2, samples=1, length=40, chunk=0, vocab=40),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=differences)
 def test_loss_and_gradients_equal_pytorchs_however_rows_are_chunked(pool: Pool, case: Case) -> None:
     x, weight, labels = case.tensors()
-    expected = plain(x.requires_grad_(), weight.requires_grad_(), labels)
+    expected = plain(x.requires_grad_(), weight.requires_grad_(), labels, case.z_loss)
     grad_x, grad_weight = torch.autograd.grad(expected * 0.3, (x, weight))
     losses, of_x, of_weight, words = zip(*pool.run(loss_and_gradients, case, ranks=case.ranks), strict=True)
     assert len(set(losses)) == 1, "the same on every rank, to the last bit"
@@ -155,6 +160,23 @@ def test_logits_far_from_zero_neither_overflow_nor_lose_the_loss(pool: Pool) -> 
     for loss, grad_x, grad_weight, _ in pool.run(loss_and_gradients, case, ranks=2):
         assert loss == pytest.approx(expected, rel=1e-6)
         assert all(torch.from_numpy(gradient).isfinite().all() for gradient in (grad_x, grad_weight))
+
+
+def losses(world: World, case: Case) -> tuple[float, float]:
+    """While training, and not."""
+    x, weight, labels = case.tensors()
+    loss = VocabularyCrossEntropy(*case.stream(world), case.z_loss)
+    given = case.own(world, x), case.rows(world, weight), labels
+    trained = loss(*given).item()
+    with torch.no_grad():
+        return trained, loss(*given).item()
+
+
+def test_an_evaluation_has_no_z_loss(pool: Pool) -> None:
+    case = Case(ranks=2, z_loss=0.1)
+    expected = [plain(*case.tensors(), z_loss).item() for z_loss in (0.1, 0.0)]
+    for found in pool.run(losses, case, ranks=2):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 def half_loss(world: World, case: Case) -> tuple[float, bool]:

@@ -51,3 +51,18 @@ def alone(run: Path) -> str:
     ids = tokenizer.encode(PROMPT, add_special_tokens=False).ids
     drawn = generate(decoding(load_model(found)), ids, tokens=TOKENS, known=tokenizer.get_vocab_size())
     return str(tokenizer.decode(list(drawn)))
+
+
+def test_a_model_with_learned_positions_says_as_much_as_it_has_positions_for(
+    shoal: Shoal, store: Path, tmp_path: Path
+) -> None:
+    file, run = write_run(tmp_path, store), tmp_path / "out" / "run"
+    learned = sets(model__positions="learned", model__max_positions=32, run__sample=PROMPT, run__sample_tokens=100)
+    result = shoal("train", file, *sets(run__steps=1, evaluation__batches=1), *learned)
+    assert (result.code, result.err) == (0, "")
+    assert len(events(run, "sample")) == 1
+    ids = len(load_tokenizer(run / TOKENIZER).encode(PROMPT).ids)
+    assert shoal("generate", run, "--prompt", PROMPT, "--tokens", 33 - ids).code == 0
+    refused = shoal("generate", run, "--prompt", PROMPT, "--tokens", 34 - ids)
+    assert refused.code != 0
+    assert "the model has learned no position for a text of 33 tokens" in refused.err

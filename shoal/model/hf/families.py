@@ -1,0 +1,171 @@
+"""The families of Hugging Face models that the decoder can be, each as data: its sizes' keys and its modules' names.
+
+The names of a family map a module of the decoder to the module of theirs that holds its tensors, ``*`` being the number
+of a block; the last word of a tensor's name (weight, bias) is the same in both. Where several modules map to one, it
+stacks them in this order along the output dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.errors import ConfigError, nearest, setting
+
+ANY = "any"
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family, called ``name`` in ``model_type``.
+
+    ``keys``       setting of the model section → key of config.json
+    ``defaults``   what a key is where config.json leaves it out; one without a default is required
+    ``fixed``      settings that every model of the family has
+    ``names``      module of the decoder → module of theirs
+    ``prefix``     what all their modules but the head begin with; files may leave it out
+    ``transposed`` last words of modules whose matrices are [in, out]
+    ``ignored``    tensors that files may have and nothing needs: tables that are computed
+    """
+
+    name: str
+    architecture: str
+    keys: Mapping[str, str]
+    names: Mapping[str, str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = "model."
+    transposed: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
+
+
+_KEYS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "tied": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "activation": "hidden_act",
+}
+_DEFAULTS = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_NAMES = {
+    "embed.table": "model.embed_tokens",
+    "blocks.*.attn_norm": "model.layers.*.input_layernorm",
+    "blocks.*.attn.q": "model.layers.*.self_attn.q_proj",
+    "blocks.*.attn.k": "model.layers.*.self_attn.k_proj",
+    "blocks.*.attn.v": "model.layers.*.self_attn.v_proj",
+    "blocks.*.attn.q_norm": "model.layers.*.self_attn.q_norm",
+    "blocks.*.attn.k_norm": "model.layers.*.self_attn.k_norm",
+    "blocks.*.attn.out": "model.layers.*.self_attn.o_proj",
+    "blocks.*.ffn_norm": "model.layers.*.post_attention_layernorm",
+    "blocks.*.ffn.gate": "model.layers.*.mlp.gate_proj",
+    "blocks.*.ffn.up": "model.layers.*.mlp.up_proj",
+    "blocks.*.ffn.down": "model.layers.*.mlp.down_proj",
+    "head.norm": "model.norm",
+    "head.out": HEAD,
+}
+_BIASES = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
+
+LLAMA = Family("llama", "LlamaForCausalLM", {**_KEYS, **_BIASES, "ffn_bias": "mlp_bias"}, _NAMES, _DEFAULTS)
+MISTRAL = Family(
+    "mistral",
+    "MistralForCausalLM",
+    {**_KEYS, "window": "sliding_window"},
+    _NAMES,
+    {**_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
+)
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _KEYS, _NAMES, {**_DEFAULTS, "num_key_value_heads": 32}, {"qkv_bias": True})
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    {**_KEYS, **_BIASES},
+    _NAMES,
+    {**_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128},
+    {"qk_norm": True},
+)
+GEMMA = Family(
+    "gemma",
+    "GemmaForCausalLM",
+    {**_KEYS, **_BIASES},
+    _NAMES,
+    {
+        **_DEFAULTS,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    {"norm": "rms-plus-one", "scaled_embedding": True},
+)
+GPT2 = Family(
+    "gpt2",
+    "GPT2LMHeadModel",
+    {
+        "layers": "n_layer",
+        "hidden": "n_embd",
+        "heads": "n_head",
+        "ffn": "n_inner",
+        "vocab": "vocab_size",
+        "tied": "tie_word_embeddings",
+        "norm_eps": "layer_norm_epsilon",
+        "activation": "activation_function",
+        "max_positions": "n_positions",
+    },
+    {
+        "embed.table": "transformer.wte",
+        "embed.positions": "transformer.wpe",
+        "blocks.*.attn_norm": "transformer.h.*.ln_1",
+        "blocks.*.attn.q": "transformer.h.*.attn.c_attn",
+        "blocks.*.attn.k": "transformer.h.*.attn.c_attn",
+        "blocks.*.attn.v": "transformer.h.*.attn.c_attn",
+        "blocks.*.attn.out": "transformer.h.*.attn.c_proj",
+        "blocks.*.ffn_norm": "transformer.h.*.ln_2",
+        "blocks.*.ffn.up": "transformer.h.*.mlp.c_fc",
+        "blocks.*.ffn.down": "transformer.h.*.mlp.c_proj",
+        "head.norm": "transformer.ln_f",
+        "head.out": HEAD,
+    },
+    {
+        "n_inner": None,
+        "tie_word_embeddings": True,
+        "layer_norm_epsilon": 1e-5,
+        "activation_function": "gelu_new",
+        "n_positions": 1024,
+    },
+    {
+        "norm": "layer",
+        "positions": "learned",
+        "gated": False,
+        "qkv_bias": True,
+        "out_bias": True,
+        "ffn_bias": True,
+    },
+    prefix="transformer.",
+    transposed=("c_attn", "c_proj", "c_fc"),
+    ignored=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
+)
+
+FAMILIES = {one.name: one for one in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GPT2)}
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a config.json. Raises :class:`ConfigError` for one that is not known, with those that are."""
+    name = config.get("model_type")
+    if isinstance(name, str) and name in FAMILIES:
+        return FAMILIES[name]
+    problem = f"not an architecture that Shoal knows{nearest(str(name), FAMILIES)}"
+    raise ConfigError(setting("model_type", name, problem, f"it knows {', '.join(FAMILIES)}"))
