@@ -72,6 +72,27 @@ def test_muon_agrees_where_heads_are_on_several_ranks(eight: Pool) -> None:
     check("tiny", "muon and groups", "dp=2,tp=2,pp=2:1f1b,zero=3,mb=4", 3, eight)
 
 
+GPT2 = (
+    *("model.norm=layer", "model.positions=learned", "model.activation=gelu", "model.gated=false"),
+    *("model.qkv_bias=true", "model.out_bias=true", "model.ffn_bias=true"),
+)
+KEYS = "optimizer.groups=[{match='*.[qkv].bias', name='adamw'}]"
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("line", ["dp=2,zero=3", "tp=2:1d-sp,pp=2:1f1b,mb=4"])
+@pytest.mark.parametrize("recipe", ["muon", "lion"])
+def test_positions_and_biases_agree_too(recipe: str, line: str, pool: Pool) -> None:
+    """But for a key's bias under Lion, whose gradient is zero but for rounding: its sign is noise."""
+    config = read("tiny6", recipe, *GPT2, KEYS)
+    report = verify(config, Layout.parse(f"{line},dtype=float64"), pool, steps=3)
+    assert report.agree, report.faults
+    if recipe == "lion":
+        noisy = verify(read("tiny6", recipe, *GPT2), Layout.parse(f"{line},dtype=float64"), pool, steps=3)
+        assert noisy.faults, "else the group above would have nothing to mend"
+        assert all(".k.bias" in fault for fault in noisy.faults)
+
+
 def course(world: World, config: Config, line: str, start: Path | None, until: int, folder: Path) -> list[float]:
     """Losses up to step ``until``, from the checkpoint ``start`` or the beginning; saves there."""
     layout = Layout.parse(f"{line},dtype=float64")
