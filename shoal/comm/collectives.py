@@ -117,7 +117,7 @@ def start_exchange(
     if group.handle is None:
         return Pending(None)
     group.ledger.receive(into.numel(), group.axis, purpose)
-    if into.is_cuda:
+    if group.backend == "nccl":
         options = dist.AllToAllOptions()
         return Pending(group.handle.alltoall_base(into, out, list(taken), list(given), options), group, purpose)
     return Pending(_Exchange(group, into.split(list(taken)), out.split(list(given))), group, purpose)

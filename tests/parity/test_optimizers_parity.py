@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from shoal.checkpoint import read_manifest
 from shoal.comm.world import World
 from shoal.config import Config, load
 from shoal.layout import Layout
+from shoal.optim import muon as muon_module
+from shoal.optim.moves import Held, Plan, plan
+from shoal.optim.muon import orthogonalise
 from shoal.train.pool import Pool
 from shoal.train.setup import make_engine, open_data
 from shoal.train.verify import verify
@@ -70,6 +77,59 @@ def test_every_optimizer_agrees_under_every_layout(recipe: str, line: str, pool:
 def test_muon_agrees_where_heads_are_on_several_ranks(eight: Pool) -> None:
     check("tiny", "muon", "tp=8", 3, eight)
     check("tiny", "muon and groups", "dp=2,tp=2,pp=2:1f1b,zero=3,mb=4", 3, eight)
+
+
+GPT2 = (
+    *("model.norm=layer", "model.positions=learned", "model.activation=gelu", "model.gated=false"),
+    *("model.qkv_bias=true", "model.out_bias=true", "model.ffn_bias=true"),
+)
+KEYS = "optimizer.groups=[{match='*.[qkv].bias', name='adamw'}]"
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("line", ["dp=2,zero=3", "tp=2:1d-sp,pp=2:1f1b,mb=4"])
+@pytest.mark.parametrize("recipe", ["muon", "lion"])
+def test_positions_and_biases_agree_too(recipe: str, line: str, pool: Pool) -> None:
+    """But for a key's bias under Lion, whose gradient is zero but for rounding: its sign is noise."""
+    config = read("tiny6", recipe, *GPT2, KEYS)
+    report = verify(config, Layout.parse(f"{line},dtype=float64"), pool, steps=3)
+    assert report.agree, report.faults
+    if recipe == "lion":
+        noisy = verify(read("tiny6", recipe, *GPT2), Layout.parse(f"{line},dtype=float64"), pool, steps=3)
+        assert noisy.faults, "else the group above would have nothing to mend"
+        assert all(".k.bias" in fault for fault in noisy.faults)
+
+
+def in_halves(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        muon_module, "orthogonalise", lambda x: torch.cat([orthogonalise(half) for half in x.tensor_split(2)])
+    )
+
+
+def one_never_comes_back(patch: pytest.MonkeyPatch) -> None:
+    def without(held: Sequence[Mapping[str, Held]], rank: int) -> Plan:
+        right = plan(held, rank)
+        kept = [move for move in right.scatter if move.name != "blocks.1.attn.v.weight" or move.source == move.to]
+        return replace(right, scatter=tuple(kept))
+
+    patch.setattr(muon_module, "plan", without)
+
+
+@pytest.mark.parametrize(
+    ("plant", "line", "named"),
+    [
+        (in_halves, "tp=2", {"blocks.5.attn.q.weight", "blocks.0.ffn.down.weight"}),
+        (one_never_comes_back, "dp=2", {"blocks.1.attn.v.weight"}),
+    ],
+)
+def test_a_fault_of_muon_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], line: str, named: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with Pool(2) as pool:
+        report = verify(read("tiny6", "muon"), Layout.parse(f"{line},dtype=float64"), pool, steps=1)
+    assert named <= {fault.split()[1] for fault in report.faults}
+    assert not any("norm.weight" in fault or "embed" in fault for fault in report.faults)
 
 
 def course(world: World, config: Config, line: str, start: Path | None, until: int, folder: Path) -> list[float]:
