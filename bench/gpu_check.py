@@ -50,8 +50,9 @@ class Speed:
     def mfu(self) -> float | None:
         """None where the peak of the GPU is not known."""
         peak = next((peak for name, peak in PEAKS.items() if name in self.name), None)
+        multiplied = self.parameters - BILLION.vocab * BILLION.hidden  # the input table is only looked up
         attention = 6 * BILLION.layers * BILLION.hidden * SEQ_LEN
-        return None if peak is None else self.tokens_per_s * (6 * self.parameters + attention) / peak
+        return None if peak is None else self.tokens_per_s * (6 * multiplied + attention) / peak
 
 
 def main() -> int:
@@ -70,13 +71,13 @@ def main() -> int:
         for dtype, tolerance in TOLERANCE.items():
             for line in LINES:
                 layout = Layout.parse(f"{line},dtype={dtype}")
-                found = pool.run(few_steps, config, str(layout), ranks=layout.ranks, device="cuda")[0]
+                found = pool.run(few_steps, config, str(layout), ranks=layout.ranks, device="cuda:0")[0]
                 loss, norm = (_worst([one[at] for one in found], [one[at] for one in truth]) for at in (0, 1))
                 right = loss <= tolerance and norm <= 10 * tolerance
                 agree &= right
                 table.add_row(str(layout), f"{loss:.1e}", f"{norm:.1e}", "agrees" if right else "DIFFERS")
         console.print(table)
-        (speed,) = pool.run(time_steps, ranks=1, device="cuda")
+        (speed,) = pool.run(time_steps, ranks=1, device="cuda:0")
     mfu = "n/a" if speed.mfu is None else f"{speed.mfu:.1%}"
     console.print(
         f"{speed.parameters / 1e9:.2f} B parameters in bf16 on one {speed.name}: {speed.tokens_per_s:,.0f} tokens/s, "

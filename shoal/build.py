@@ -21,6 +21,7 @@ from shoal.memory.recompute import recompute_attention, recomputed
 from shoal.mesh import Mesh
 from shoal.model.roles import RoleTable, role_of
 from shoal.model.task import PlainTask, Task
+from shoal.optim.treatment import Treat
 from shoal.pipeline.faults import faults
 from shoal.pipeline.lower import lower
 from shoal.pipeline.program import Program
@@ -127,7 +128,7 @@ def sharing_of(layout: Layout) -> Sharing:
 def sync_of(
     layout: Layout,
     held: Sequence[LocalParameter],
-    states: Sequence[str],
+    treat: Treat,
     mesh: Mesh,
     uses: Mapping[int, Sequence[str]],
 ) -> Sync:
@@ -136,12 +137,12 @@ def sync_of(
     frozen = [one for one in held if not one.parameter.requires_grad]
     match layout.zero:
         case 0:
-            return AllReduce(trained, frozen, states, mesh, sharing_of(layout))
+            return AllReduce(trained, frozen, treat, mesh, sharing_of(layout))
         case 1 | 2:
-            return Zero(trained, frozen, states, mesh, sharing_of(layout))
+            return Zero(trained, frozen, treat, mesh, sharing_of(layout))
         case _:
             resident = layout.pp > 1
-            return ZeroThree(trained, frozen, states, mesh, sharing_of(layout), uses=uses, resident=resident)
+            return ZeroThree(trained, frozen, treat, mesh, sharing_of(layout), uses=uses, resident=resident)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Unknown keys are refused with their nearest match; every error names the setting
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -184,25 +185,40 @@ class Data(Section):
         return tuple(one.path for one in self.sources) or ((self.path,) if self.path is not None else ())
 
 
+OptimizerName = Literal["adamw", "sgd", "lion", "muon"]
+
+
+class ParameterGroup(Section):
+    """Weights that are updated otherwise than the rest."""
+
+    match: str = Field(min_length=1, description="pattern of weight names, such as embed.* or *.q.weight")
+    lr: float = Field(1.0, gt=0, description="factor of the learning rate")
+    weight_decay: float | None = Field(None, ge=0, description="unset: as the rest")
+    name: OptimizerName | None = Field(None, description="unset: as the rest")
+
+
 class Optimizer(Section):
     """How weights are updated."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: OptimizerName = Field("adamw", description="muon updates hidden matrices, and adamw the rest beside it")
     lr: float = Field(1e-3, gt=0)
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="adamw")
     eps: float = Field(1e-8, gt=0, description="adamw")
     momentum: Fraction = Field(0.0, description="sgd")
-    weight_decay: float = Field(0.1, ge=0, description="on matrices; vectors never decay")
+    lion_betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    muon_momentum: Fraction = 0.95
+    weight_decay: float = Field(0.1, ge=0, description="on matrices; vectors do not decay unless a group says so")
     clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0 leaves gradients alone")
     skips: Interval = Field(
         10, description="steps in a row that may update nothing because a gradient is not finite; then the run ends"
     )
+    groups: tuple[ParameterGroup, ...] = Field((), description="a weight belongs to the first whose pattern matches")
 
 
 class Schedule(Section):
     """The learning rate over the steps of a run."""
 
-    kind: Literal["constant", "cosine", "wsd"] = "cosine"
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup: Interval = Field(0, description="steps of linear warm-up")
     decay: float = Field(0.2, ge=0, le=1, description="wsd: last share of the steps, over which the rate falls")
     floor: float = Field(0.1, ge=0, le=1, description="final rate as a share of the highest")
@@ -344,9 +360,14 @@ def _explain(fault: Any) -> str:
     return setting(
         name,
         fault["input"],
-        fault["msg"][0].lower() + fault["msg"][1:],
+        fault["msg"][0].lower() + fault["msg"][1:] + _nearest_choice(fault),
         "see --print-config for legal values",
     )
+
+
+def _nearest_choice(fault: Any) -> str:
+    choices = re.findall("'([^']*)'", fault["ctx"]["expected"]) if fault["type"] == "literal_error" else []
+    return nearest(str(fault["input"]), choices)
 
 
 def _keys(place: Sequence[str]) -> list[str]:

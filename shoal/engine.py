@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,12 +35,14 @@ from shoal.model.decoder import Decoder
 from shoal.model.generate import Decode
 from shoal.model.task import PlainTask, Task
 from shoal.optim.clip import clip_factor
-from shoal.optim.loss_scale import LossScale
-from shoal.optim.optimizers import Updater, state_names
+from shoal.optim.guard import Guard
+from shoal.optim.optimizers import Updater
+from shoal.optim.treatment import Treatments
 from shoal.pipeline.executor import Executor, Handlers, Stage
 from shoal.pipeline.lines import Lines
 from shoal.placement import Fragment
 
+TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _META = "engine"
 """Where the engine keeps its own numbers among those that a checkpoint remembers."""
 
@@ -71,7 +72,8 @@ class Engine:
     ``loss(output, batch)`` that sums over samples and, if the mean is not over samples, ``weight(batch)``; its
     parameters are then copied from rank 0. ``rate(step)`` scales the learning rate.
 
-    Raises :class:`LayoutError` where the layout is not built yet, or does not fit the world or the model.
+    Raises :class:`LayoutError` where the layout is not built yet, or does not fit the world or the model, and
+    :class:`ConfigError` where the optimizer does not.
     """
 
     def __init__(
@@ -92,9 +94,7 @@ class Engine:
         self.optimizer, self.rate, self.seed = optimizer or Optimizer(), rate, seed
         self.task = _as_task(model, loss, weight)
         _check_module(self.task.module)
-        self.steps_done, self.skipped = 0, 0
-        """Steps taken, and how many of them had gradients that were not finite and updated nothing."""
-        self._skipped_in_a_row = 0
+        self.steps_done = 0
         self._cut_short, self._samples_checked = False, False
         self.on_gradients: Callable[[], None] = lambda: None
         """Called when gradients are reduced and not yet clipped: the moment at which they can be compared."""
@@ -113,6 +113,10 @@ class Engine:
     def _apply(self) -> None:
         """Apply the layout to the model. The order matters, and here is where it is written."""
         module, roles, layers, mesh = self.task.module, self.task.roles, self.task.layers(), self.mesh
+        half = any(parameter.dtype == torch.float16 for parameter in module.parameters())
+        self._guard = Guard(self.optimizer.skips, scaled=half)
+        treat = Treatments(self.optimizer)
+        treat.check(module, roles)
         # What has values already has them from the first rank.
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.world.device))
         given = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
@@ -135,9 +139,8 @@ class Engine:
         runs = tuple((unit, run_of(self.layout, self.task, unit, at)) for unit in mine)
         # Shard, and materialise by placement.
         uses = {unit: [names[parameter] for parameter in used[unit]] for unit in mine}
-        self._sync = sync_of(self.layout, held, state_names(self.optimizer), mesh, uses)
-        self._updater = Updater(self.optimizer, self._sync.runs())
-        self._loss_scale = LossScale(dynamic=any(one.parameter.dtype == torch.float16 for one in held))
+        self._sync = sync_of(self.layout, held, treat, mesh, uses)
+        self._updater = Updater(self.optimizer, self._sync.runs(), self.world)
         self._buffers = [buffer for _, buffer in persistent_buffers(module)]
         # The Program, and what its actions mean.
         self._interpreter = interpreter
@@ -172,23 +175,37 @@ class Engine:
 
         def scale() -> Tensor:
             agreed.wait()
-            return torch.where(weight > 0, self._loss_scale.value / weight, 0.0)
+            known = torch.where(weight > 0, self._guard.scale / weight, 0.0)
+            return torch.where(weight.isfinite(), known, torch.nan)  # of which every gradient then is
 
         contexts = self._contexts(seed=self.seed, step=self.steps_done, train=True)
+        buffers = [buffer.clone() for buffer in self._buffers]
         try:
             with torch.enable_grad():
                 loss = self._executor.run(self._programs.train, batches, contexts, scale)
         except BaseException as error:
             self._sync.release()
+            self._put_back(buffers)
             self._cut_short = not isinstance(error, Diverged)
             raise
         agreed.wait()  # a rank without a gradient of its own has not asked for the scale
         all_reduce(loss, self._losses, "loss")
+        if not self._updated:
+            self._put_back(buffers)
         average(self._buffers, self._replicas)
         self.steps_done += 1
         counted = weight.item()
         mean = loss.item() / counted if counted else 0.0
-        return StepResult(self.steps_done, mean, self._grad_norm, self._lr, counted, skipped=self._skipped_in_a_row > 0)
+        return StepResult(self.steps_done, mean, self._grad_norm, self._lr, counted, skipped=not self._updated)
+
+    def _put_back(self, buffers: list[Tensor]) -> None:
+        for buffer, before in zip(self._buffers, buffers, strict=True):
+            buffer.copy_(before)
+
+    @property
+    def skipped(self) -> int:
+        """How many steps had gradients that were not finite, and updated nothing."""
+        return self._guard.skipped
 
     def evaluate(self, batch: Batch) -> tuple[float, float]:
         """(summed loss, weight) over the samples of all ranks, without training; batches add up before dividing."""
@@ -228,7 +245,7 @@ class Engine:
         that many of the newest remain.
         """
         self.drain()
-        kept = {**(meta or {}), _META: {"skipped": self.skipped, **self._loss_scale.state()}}
+        kept = {**(meta or {}), _META: self._guard.state()}
         return checkpoint.save(folder, self.steps_done, self.fragments(), kept, self.world, keep)
 
     def load(self, path: Path, *, states: bool = True) -> dict[str, Any]:
@@ -244,9 +261,9 @@ class Engine:
         if not states:
             for fragment in self._sync.states():
                 fragment.tensor.zero_()
-        own = meta.pop(_META, {}) if states else {}
-        self.steps_done, self.skipped = step if states else 0, own.get("skipped", 0)
-        self._loss_scale.restore(own)
+        own = meta.pop(_META, {})
+        self.steps_done = step if states else 0
+        self._guard.restore(own if states else {})
         self._updater.set_steps(self.steps_done - self.skipped)
         return meta
 
@@ -264,30 +281,19 @@ class Engine:
     def _norm(self) -> None:
         self._sync.finish()
         self.on_gradients()
-        self._grad_norm = self._sync.norm() / self._loss_scale.value
+        self._grad_norm = self._sync.norm() / self._guard.scale
 
     def _update(self) -> None:
-        finite = isfinite(self._grad_norm)  # known to all ranks alike
-        if finite:
-            factor = clip_factor(self._grad_norm, self.optimizer.clip) / self._loss_scale.value
-            self._lr = self._updater.update(self.rate(self.steps_done), factor)
-            self._skipped_in_a_row = 0
-        else:
-            self._lr = 0.0
-            self._skip()
-        self._loss_scale.saw(finite)
-        self._sync.updated()
-
-    def _skip(self) -> None:
-        """A gradient was not finite on some rank: no rank updates anything."""
-        if self._skipped_in_a_row == self.optimizer.skips:
+        factor = clip_factor(self._grad_norm, self.optimizer.clip) / self._guard.scale
+        self._updated = self._guard.passes(self._grad_norm)
+        if self._guard.exhausted:
             raise Diverged(
                 f"step {self.steps_done + 1}: the gradient norm is {self._grad_norm}; nothing was updated "
-                f"({self._skipped_in_a_row + 1} steps in a row). Go on from the last checkpoint with a lower "
-                f"optimizer.lr (it is {self.optimizer.lr}) or a longer warm-up"
+                f"(step {self._guard.in_a_row} in a row). Go on from the last checkpoint with a lower optimizer.lr "
+                f"(it is {self.optimizer.lr}) or a longer warm-up"
             )
-        self._skipped_in_a_row += 1
-        self.skipped += 1
+        self._lr = self._updater.update(self.rate(self.steps_done), factor) if self._updated else 0.0
+        self._sync.updated()
 
     def _contexts(self, **options: Any) -> Callable[[Batch], Any]:
         """Makes the context of a micro-batch, as far as it is this rank's."""
@@ -332,6 +338,11 @@ def _check_module(module: nn.Module) -> None:
             raise ConfigError(f"Engine: {name} has no shape yet; run the module once before")
         if parameter.is_complex():
             raise ConfigError(f"Engine: {name} is complex; keep its real and imaginary parts as two parameters")
+        if parameter.requires_grad and parameter.dtype not in TRAINABLE:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in TRAINABLE)
+            raise ConfigError(
+                f"Engine: {name} is {parameter.dtype} and trains; keep it in one of {known}, or freeze it"
+            )
         if getattr(parameter, "main", None) is not None:
             raise ConfigError(f"Engine: {name} belongs to another engine; build another module")
     for name, child in module.named_modules():

@@ -46,11 +46,6 @@ class LocalParameter:
     role: Role = REPLICATED
     drawn: Callable[[torch.dtype], Tensor] | None = field(default=None, compare=False, repr=False)
 
-    @property
-    def decays(self) -> bool:
-        """Weight decay acts on matrices and not on vectors: norms and biases are not to shrink."""
-        return self.parameter.ndim > 1
-
     def values(self, dtype: torch.dtype) -> Tensor:
         """The parameter's values in ``dtype``, drawn now if nobody has yet."""
         return self.parameter.detach().to(dtype) if self.drawn is None else self.drawn(dtype)

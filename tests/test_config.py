@@ -90,7 +90,20 @@ def test_what_is_left_out_has_its_default_and_key_value_heads_are_all_heads() ->
         ({"data": {"batch_ramp": [[5, 8], [5, 9]]}}, "data.batch_ramp = 5: does not come after step 5; use steps that"),
         ({"data": {"batch_ramp": [[0, 8]]}}, "data.batch_ramp.0.0 = 0: input should be greater than or equal to 1"),
         ({"data": {"packing": "whole"}}, "data.packing = whole: input should be 'stream' or 'documents'"),
-        ({"schedule": {"kind": "cosinus"}}, "schedule.kind = cosinus: input should be 'constant', 'cosine' or 'wsd'"),
+        (
+            {"schedule": {"kind": "cosinus"}},
+            "schedule.kind = cosinus: input should be 'constant', 'linear', 'cosine' or 'wsd'",
+        ),
+        (
+            {"schedule": {"kind": "cosinus"}},
+            "schedule.kind = cosinus: input should be 'constant', 'linear', 'cosine' or 'wsd' (did",
+        ),
+        (
+            {"optimizer": {"name": "adam"}},
+            "optimizer.name = adam: input should be 'adamw', 'sgd', 'lion' or 'muon' (did you mean 'ad",
+        ),
+        ({"optimizer": {"groups": [{"match": "a", "rate": 1}]}}, "optimizer.groups.0.rate: unknown key"),
+        ({"optimizer": {"groups": [{"lr": 1}]}}, "optimizer.groups.0.match: missing"),
         ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas.1 = 1.0: input should be less than 1"),
         ({"optimizer": {"lr": float("nan")}}, "optimizer.lr = nan: input should be a finite number"),
         ({"run": {"name": "a/b"}}, "run.name = a/b: "),
@@ -183,6 +196,17 @@ def test_a_printed_configuration_reads_back_as_itself(text: str, lr: float, tied
               layout={"tp": size}, run={"sample": text})
     )  # fmt: skip
     assert parse(tomllib.loads(toml(config))) == config
+
+
+def test_groups_of_the_optimizer_read_back_in_their_order_and_can_be_set(tmp_path: Path) -> None:
+    groups = [{"match": "*.q.weight", "lr": 0.5}, {"match": "embed.*", "weight_decay": 0.0, "name": "lion"}]
+    config = parse(table(optimizer={"name": "muon", "groups": groups}))
+    assert [(one.match, one.lr, one.weight_decay, one.name) for one in config.optimizer.groups] == [
+        ("*.q.weight", 0.5, None, None), ("embed.*", 1.0, 0.0, "lion"),
+    ]  # fmt: skip
+    assert parse(tomllib.loads(toml(config))) == config
+    one = load(written(tmp_path), ['optimizer.groups=[{match = "embed.*", name = "sgd"}]']).optimizer.groups
+    assert [(group.match, group.name) for group in one] == [("embed.*", "sgd")]
 
 
 @pytest.mark.parametrize("text", ["\r\n", "\x0c", "\x1b", "\x7f"], ids=ascii)

@@ -208,6 +208,31 @@ def test_a_tied_embedding_is_summed_once_between_the_first_and_the_last_stage(
         assert {key: n for key, n in words.items() if key.endswith("gradients")} == exactly(expected)
 
 
+HIDDEN_MATRICES = LAYERS * (BLOCK - NORMS[1])
+"""Parameters that Muon updates."""
+
+
+@pytest.mark.parametrize(
+    ("line", "held"), [("dp=2", 2), ("dp=4,mb=2", 4), ("tp=2", 1), ("tp=4:1d-sp", 1), ("dp=2,tp=2", 2), ("pp=2", 1)]
+)
+def test_muon_brings_a_matrix_to_one_rank_and_its_update_to_all_who_hold_it(line: str, held: int, pool: Pool) -> None:
+    """Over all ranks, where each has 1/P of every hidden matrix and ``held`` are all the copies: (P − 1)/P go to the
+    owner, and held − 1/P come back. Nothing else of a step changes."""
+    layout = Layout.parse(line)
+    share = 1 / layout.tp
+    muon = received(pool, read("tiny", "optimizer.name=muon"), line)
+    assert sum(words.pop("world/muon", 0) for words in muon) == HIDDEN_MATRICES * (1 - share + held - share)
+    assert muon == received(pool, read("tiny"), line)
+
+
+@pytest.mark.parametrize(("zero", "cut"), [(1, 0), (3, LAYERS * 1024)])
+def test_muon_moves_under_zero_what_a_cut_matrix_has_beyond_the_cut(zero: int, cut: int, pool: Pool) -> None:
+    """There and back. The halves of four layers cut no matrix, and the half of one layer cuts its gate: of the 21,504
+    elements in it, q, k, v and out are 12,288, and 9,216 are the gate's, of 10,240."""
+    found = received(pool, read("tiny", "optimizer.name=muon"), f"dp=2,zero={zero}")
+    assert sum(words["world/muon"] for words in found) == 2 * cut
+
+
 def test_every_word_of_all_of_them_together(eight: Pool) -> None:
     """Two replicas of two stages, each on two ranks with sequence parallelism, ZeRO stage 1, three micro-batches."""
     config, line = read("tiny"), "dp=2,tp=2:1d-sp,pp=2:1f1b{layers=3/1},zero=1,mb=3"

@@ -45,7 +45,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--set", "run.steps"], ["--set run.steps: write section.key=value, such as --set optimizer.lr=3e-4"]),
         (["--set", "steps=3"], ["--set steps=3: write section.key=value"]),
         (sets(run__steps="many"), ["run.steps = many: input should be a valid integer"]),
-        (sets(optimizer__name="adam"), ["optimizer.name = adam: input should be 'adamw' or 'sgd'"]),
+        (sets(optimizer__name="adam"), ["optimizer.name = adam: input should be 'adamw', 'sgd', 'lion' or 'muon'"]),
         (sets(run__device="tpu"), ["run.device = tpu: input should be 'cpu', 'cuda' or 'auto'"]),
         (["-n", "3"], ["layout.dp = 2: dp·cp·tp·pp = 2 ranks, but the world has 3", "use dp=3 or 2 ranks"]),
         (["--layout", "dp=5"], ["layout.dp = 5: a global batch of 24", "dp·mb = 5·1", "dp=4 or dp=6"]),

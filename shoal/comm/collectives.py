@@ -58,7 +58,6 @@ def start_all_reduce(tensor: Tensor, group: Group, purpose: str, reduction: Redu
     group.ledger.record("all_reduce", tensor.numel(), group.size, group.axis, purpose)
     options = dist.AllreduceOptions()
     options.reduceOp = _OPS[reduction]  # type: ignore[assignment]  # the stub knows one of the two names
-    options.asyncOp = True  # else NCCL would run it in the stream that computes
     return Pending(group.handle.allreduce([tensor], options), group, purpose)
 
 
@@ -105,6 +104,25 @@ def start_reduce_scatter(out: Tensor, tensor: Tensor, group: Group, purpose: str
     return Pending(_Exchange(group, received, parts, add_up), group, purpose)
 
 
+def start_exchange(
+    into: Tensor, taken: Sequence[int], out: Tensor, given: Sequence[int], group: Group, purpose: str
+) -> Pending:
+    """Begin to send ``given[i]`` elements of ``out`` to rank i of ``group``, and to receive ``taken[i]`` elements of
+    ``into`` from it, both flat and in the group's order. Ranks agree on the sizes beforehand; none is for the rank
+    itself.
+
+    Words count where they are received.
+    """
+    assert taken[group.index] == given[group.index] == 0, "what a rank has for itself stays"
+    if group.handle is None:
+        return Pending(None)
+    group.ledger.receive(into.numel(), group.axis, purpose)
+    if group.backend == "nccl":
+        options = dist.AllToAllOptions()
+        return Pending(group.handle.alltoall_base(into, out, list(taken), list(given), options), group, purpose)
+    return Pending(_Exchange(group, into.split(list(taken)), out.split(list(given))), group, purpose)
+
+
 def _parts(full: Tensor, part: Tensor, group: Group) -> tuple[Tensor, ...]:
     """``full`` cut into one part a rank."""
     assert full.ndim == 1, f"not flat: {tuple(full.shape)}"
@@ -115,7 +133,8 @@ def _parts(full: Tensor, part: Tensor, group: Group) -> tuple[Tensor, ...]:
 
 class _Exchange:
     """Every rank sends ``outgoing[i]`` to rank i of its group and receives ``incoming[i]`` from it, both of any sizes
-    that the two ranks agree on; what a rank has for itself stays. ``finish`` runs when all has come."""
+    that the two ranks agree on, nothing at all among them; what a rank has for itself stays. ``finish`` runs when all
+    has come."""
 
     def __init__(
         self,
@@ -126,8 +145,9 @@ class _Exchange:
     ) -> None:
         me, size = group.index, group.size
         self._finish = finish
-        self._works = [receive(incoming[at], group, at, _TAG) for at in ((me - i) % size for i in range(1, size))]
-        self._works += [send(outgoing[at], group, at, _TAG) for at in ((me + i) % size for i in range(1, size))]
+        sources, targets = [(me - i) % size for i in range(1, size)], [(me + i) % size for i in range(1, size)]
+        self._works = [receive(incoming[at], group, at, _TAG) for at in sources if incoming[at].numel()]
+        self._works += [send(outgoing[at], group, at, _TAG) for at in targets if outgoing[at].numel()]
 
     def wait(self) -> None:
         for work in self._works:

@@ -8,6 +8,7 @@ and die with it, so every one of them has the run's time-out and a name, and a f
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -69,8 +70,8 @@ class World:
     """This process among the ranks of a run.
 
     ``rank`` of ``size`` processes, ``device`` for its tensors, ``ledger`` for the words it receives. ``backend``
-    carries messages: NCCL between GPUs, gloo between CPUs and where several ranks share a GPU (``shared``), which NCCL
-    refuses. Use it as a context manager, or call :meth:`close`.
+    carries messages: NCCL between GPUs, gloo between CPUs and where ranks share a GPU, which NCCL refuses. Use it as a
+    context manager, or call :meth:`close`.
     """
 
     def __init__(
@@ -80,13 +81,12 @@ class World:
         store: dist.Store | None = None,
         *,
         device: torch.device | None = None,
-        shared: bool = False,
         timeout_s: float = TIMEOUT_S,
         name: str = "shoal",
     ) -> None:
         self.rank, self.size = rank, size
         self.device = device or torch.device("cpu")
-        self.backend = "nccl" if self.device.type == "cuda" and not shared else "gloo"
+        self.backend = "nccl" if self.device.type == "cuda" else "gloo"
         self.ledger = Ledger()
         self._timeout = timedelta(seconds=timeout_s)
         self._handles: dict[tuple[tuple[int, ...], str], Handle] = {}
@@ -96,6 +96,8 @@ class World:
             assert store is not None, "several ranks need a store to meet at"
             # A prefix of its own per start: ranks restarted on a kept store would read their dead peers' addresses.
             self._store = dist.PrefixStore(name, store)
+            if self.backend == "nccl" and any_shared(_gpu(self.device), self._store, size):
+                self.backend = "gloo"
             dist.init_process_group(
                 self.backend,
                 store=self._store,
@@ -188,8 +190,6 @@ def init(*, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> World:
     keep_freed_memory()
     rank, size, local = _launched()
     where = pick_device(device, local)
-    here = next((os.environ[name] for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE") if name in os.environ), "")
-    shared = share_a_gpu(where, int(here) if here.isdigit() else size)
     if size == 1:
         return World(device=where, timeout_s=timeout_s)
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
@@ -211,23 +211,33 @@ def init(*, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> World:
         wait_for_workers=False,
     )
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return World(rank, size, store, device=where, shared=shared, timeout_s=timeout_s, name=f"shoal/{start}")
+    return World(rank, size, store, device=where, timeout_s=timeout_s, name=f"shoal/{start}")
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
-    """The device that ``name`` ("cpu", "cuda" or "auto") means for one process of a host."""
-    if name == "cuda" and not torch.cuda.is_available():
+    """The device that ``name`` ("cpu", "cuda", "auto", or "cuda:0" for one GPU) means for one process of a host."""
+    if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(setting("run.device", name, "this machine has no CUDA device", "use cpu or auto"))
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    device = torch.device(name) if ":" in name else torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
 
-def share_a_gpu(device: torch.device, ranks: int) -> bool:
-    """Whether some of the ``ranks`` of a host, each on the GPU of its number, have one between them."""
-    return device.type == "cuda" and ranks > torch.cuda.device_count()
+def any_shared(mine: str, store: dist.Store, size: int) -> bool:
+    """Whether two of ``size`` ranks, which all ask and name what is theirs, name the same; all get the same answer."""
+    if store.add(f"theirs/{mine}", 1) > 1:
+        store.add("shared", 1)
+    if store.add("named", 1) == size:
+        store.set("all named", "")
+    store.wait(["all named"])
+    return store.add("shared", 0) > 0
+
+
+def _gpu(device: torch.device) -> str:
+    """A name that no other GPU has, on any host."""
+    return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _launched() -> tuple[int, int, int]:

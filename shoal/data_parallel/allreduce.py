@@ -8,6 +8,7 @@ from shoal.comm.collectives import Pending
 from shoal.data_parallel.sync import WHOLE, Sharing, Sync
 from shoal.local import LocalParameter
 from shoal.mesh import Mesh
+from shoal.optim.treatment import Treat
 
 
 class AllReduce(Sync):
@@ -17,11 +18,11 @@ class AllReduce(Sync):
         self,
         trained: Sequence[LocalParameter],
         frozen: Sequence[LocalParameter],
-        states: Sequence[str],
+        treat: Treat,
         mesh: Mesh,
         sharing: Sharing = WHOLE,
     ) -> None:
-        super().__init__(trained, frozen, states, mesh, sharing)
+        super().__init__(trained, frozen, treat, mesh, sharing)
         self._pending: list[tuple[int, list[Pending]]] = []
 
     def begin(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.local import LocalParameter
+from shoal.optim.treatment import Treat, Treatment
 from shoal.placement import Division, Fragment, Holders, Piece, Placement, flat_boxes
 
 BUCKET_BYTES = 16 << 20
@@ -43,18 +44,32 @@ class Range(NamedTuple):
     division: Division
 
 
+class OwnBox(NamedTuple):
+    """Consecutive elements of this rank's part of a bucket, counted from its beginning, that are one box of a logical
+    tensor: ``piece`` in the parameter of slot number ``slot``."""
+
+    start: int
+    stop: int
+    slot: int
+    piece: Piece
+    who: Holders
+    treatment: Treatment
+
+
 class Bucket:
-    """Parameters side by side: ``slots`` by unit, last unit first, those that decay before those that do not;
-    ``ranges`` cuts the same elements where the holders change.
+    """Parameters side by side, all with the same optimizer: ``slots`` by unit, last unit first, those that decay before
+    those that do not; ``ranges`` cuts the same elements where the holders change.
 
     ``shard`` are the ranks that divide the bucket; this one's part is ``low`` … ``high`` − 1 of its ``size`` elements,
     which are rounded up to a multiple of the ranks.
     """
 
-    def __init__(self, held: Sequence[LocalParameter], divide: Callable[[Holders], Division]) -> None:
+    def __init__(self, held: Sequence[LocalParameter], divide: Callable[[Holders], Division], treat: Treat) -> None:
         self.dtype, self.device = held[0].parameter.dtype, held[0].parameter.device
         self.units = frozenset(one.unit for one in held)
         self.name = held[0].name
+        self.states = treat(held[0])[0].states
+        self._treat = treat
         self.slots: list[Slot] = []
         for one in held:
             start = self.slots[-1].stop if self.slots else 0
@@ -82,63 +97,67 @@ class Bucket:
             if (first := max(start, self.low)) < (last := min(stop, self.high)):
                 yield Range(first - self.low, last - self.low, division)
 
-    def own_decay_runs(self) -> Iterator[tuple[int, int, bool]]:
-        """(start, stop, decays) of the runs of this rank's part that decay and that do not, from its beginning."""
-        for decay, run in groupby(self.slots, key=lambda slot: slot.held.decays):
-            slots = list(run)
-            if (first := max(slots[0].start, self.low)) < (last := min(slots[-1].stop, self.high)):
-                yield first - self.low, last - self.low, decay
-
-    def own_fragments(self, kind: str, part: Tensor, divide: Callable[[Holders], Division]) -> Iterator[Fragment]:
-        """The boxes of logical tensors in ``part``, a tensor that lies as this rank's part of the bucket does."""
-        for slot in self.slots:
-            for piece, who, (start, stop) in _piece_spans(slot):
+    def own_boxes(self) -> Iterator[OwnBox]:
+        """This rank's part, in order, as boxes of logical tensors."""
+        for number, slot in enumerate(self.slots):
+            for (piece, who, (start, stop)), treatment in zip(_piece_spans(slot), self._treat(slot.held), strict=True):
                 first, last = max(start, self.low), min(stop, self.high)
                 shape = tuple(high - low for low, high in piece.box)
                 for box in flat_boxes(shape, first - start, last - start):
-                    extents = tuple(high - low for low, high in box)
-                    length = prod(extents)
+                    length = prod(high - low for low, high in box)
                     logical = tuple((a + at, b + at) for (a, b), (at, _) in zip(box, piece.box, strict=True))
                     local = tuple((a + at, b + at) for (a, b), (at, _) in zip(box, piece.at, strict=True))
-                    values = part[first - self.low : first - self.low + length].view(extents)
-                    yield Fragment(kind, Piece(piece.name, piece.shape, logical, local), divide(who).same, values)
+                    held = Piece(piece.name, piece.shape, logical, local)
+                    yield OwnBox(first - self.low, first - self.low + length, number, held, who, treatment)
                     first += length
+
+    def own_fragments(self, kind: str, part: Tensor, divide: Callable[[Holders], Division]) -> Iterator[Fragment]:
+        """The boxes of logical tensors in ``part``, a tensor that lies as this rank's part of the bucket does."""
+        for start, stop, _, piece, who, _ in self.own_boxes():
+            values = part[start:stop].view([high - low for low, high in piece.box])
+            yield Fragment(kind, piece, divide(who).same, values)
 
 
 def build_buckets(
-    held: Iterable[LocalParameter], divide: Callable[[Holders], Division], cap_bytes: int = BUCKET_BYTES
+    held: Iterable[LocalParameter],
+    divide: Callable[[Holders], Division],
+    treat: Treat,
+    cap_bytes: int = BUCKET_BYTES,
 ) -> list[Bucket]:
     """Buckets in the order in which the backward pass completes them: the same on every rank that holds the same.
 
     Whole units are put together until a bucket would exceed ``cap_bytes``, if it is sent at all; parameters of other
-    dtypes or other holders never mix, and one that several stages share is by itself.
+    dtypes, holders or optimizers never mix, and one that several stages share is by itself.
     """
-    alike: dict[tuple[torch.dtype, tuple[Holders, ...]], list[LocalParameter]] = defaultdict(list)
+    alike: dict[tuple[torch.dtype, tuple[Holders, ...], str], list[LocalParameter]] = defaultdict(list)
     buckets = []
     for one in held:
         if any(divide(who).across_stages for who in one.holders):
-            buckets.append(Bucket([one], divide))  # each stage has an order of its own
+            buckets.append(Bucket([one], divide, treat))  # each stage has an order of its own
         else:
-            alike[one.parameter.dtype, tuple(dict.fromkeys(one.holders))].append(one)
-    for (_, holders), members in alike.items():
+            alike[one.parameter.dtype, tuple(dict.fromkeys(one.holders)), treat(one)[0].name].append(one)
+    for (_, holders, _), members in alike.items():
         sent = not _alone(divide(who) for who in holders)
-        buckets += _fill(members, divide, cap_bytes if sent else 0)
+        buckets += _fill(members, divide, treat, cap_bytes if sent else 0)
     return sorted(buckets, key=lambda one: (-min(one.units), one.name))
 
 
-def _fill(members: Sequence[LocalParameter], divide: Callable[[Holders], Division], cap_bytes: int) -> Iterator[Bucket]:
+def _fill(
+    members: Sequence[LocalParameter], divide: Callable[[Holders], Division], treat: Treat, cap_bytes: int
+) -> Iterator[Bucket]:
     waiting: list[LocalParameter] = []
     size = 0
-    ordered = sorted(members, key=lambda one: (-one.unit, not one.decays))
+    first = {one.name: treat(one)[0] for one in members}
+    ordered = sorted(members, key=lambda one: (-one.unit, -first[one.name].weight_decay, first[one.name].lr))
     for _, unit in groupby(ordered, key=lambda one: one.unit):
         together = list(unit)
         more = sum(one.parameter.numel() * one.parameter.element_size() for one in together)
         if waiting and size + more > cap_bytes:
-            yield Bucket(waiting, divide)
+            yield Bucket(waiting, divide, treat)
             waiting, size = [], 0
         waiting += together
         size += more
-    yield Bucket(waiting, divide)
+    yield Bucket(waiting, divide, treat)
 
 
 def _alone(divisions: Iterable[Division]) -> bool:

@@ -47,6 +47,10 @@ class Main:
         grad = self.held.parameter.grad
         return grad is None or grad is self.gradient
 
+    def elements(self, start: int, stop: int) -> Tensor:
+        """Some of the gradient, flat."""
+        return self.gradient.reshape(-1)[start:stop]
+
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A parameter may be saved; its way in is not a part of it."""
         return type(None), ()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from shoal.data_parallel.buckets import Bucket
 from shoal.errors import ConfigError
+
+HALVES = (torch.bfloat16, torch.float16)
 
 
 class Flat:
@@ -30,7 +30,6 @@ class Flat:
     def __init__(
         self,
         bucket: Bucket,
-        states: Sequence[str],
         *,
         keep_params: bool,
         keep_grads: bool,
@@ -40,7 +39,7 @@ class Flat:
         self.bucket = bucket
         undivided = len(bucket.shard) == 1
         self.keep_params, self.keep_grads = keep_params or undivided, keep_grads or undivided
-        wide = torch.promote_types(bucket.dtype, torch.float32)
+        wide = torch.float32 if bucket.dtype in HALVES else bucket.dtype
         self.grad_dtype = bucket.dtype if half_grads else wide
         self.mixed = trains and wide != bucket.dtype
         self.buffered = trains and not (bucket.alone and self.grad_dtype == bucket.dtype)
@@ -53,7 +52,8 @@ class Flat:
         self.masters = exact[mine].clone() if self.mixed else self.own_params
         self.grads = torch.zeros_like(self.params, dtype=self.grad_dtype) if self.buffered else self.params.new_empty(0)
         self.own_grads = self.grads[mine] if self.buffered else self.grads
-        self.states = {name: torch.zeros_like(self.masters) for name in states} if trains else {}
+        self.states = {name: torch.zeros_like(self.masters) for name in bucket.states} if trains else {}
+        self._versions = self._seen()
 
     def _initial(self, dtype: torch.dtype) -> Tensor:
         values = torch.zeros(self.bucket.size, dtype=dtype, device=self.bucket.device)
@@ -78,6 +78,22 @@ class Flat:
         """What the optimizer has made of the masters is what the model computes with."""
         if self.mixed:
             self.own_params.copy_(self.masters)
+
+    def adopt(self) -> None:
+        """What somebody has copied into a parameter meanwhile is what its master is from here on. A master that rounds
+        to what is there already stays as it is."""
+        if not self.mixed or (seen := self._seen()) == self._versions:
+            return
+        for (_, start, stop), was, now in zip(self.bucket.slots, self._versions, seen, strict=True):
+            first, last = max(start, self.bucket.low), min(stop, self.bucket.high)
+            if was != now and first < last and is_open(self.params):
+                there, master = self.params[first:last], self.masters[first - self.bucket.low : last - self.bucket.low]
+                master.copy_(torch.where(there == master.to(there.dtype), master, there.to(master.dtype)))
+        self._versions = seen
+
+    def _seen(self) -> list[int]:
+        """How often each parameter has been written to by its own name, not by way of the buffer."""
+        return [slot.held.parameter._version for slot in self.bucket.slots]
 
     def check_views(self) -> None:
         """Raise :class:`ConfigError` unless the parameters still are views of the buffer."""

@@ -11,13 +11,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Pending, all_reduce, start_all_reduce
 from shoal.comm.world import Group
-from shoal.data_parallel.buckets import BUCKET_BYTES, Bucket, build_buckets
+from shoal.data_parallel.buckets import BUCKET_BYTES, Bucket, OwnBox, build_buckets
 from shoal.data_parallel.entry import Main, late
 from shoal.data_parallel.flat import Flat, is_open, open_
 from shoal.errors import ConfigError
@@ -25,7 +26,8 @@ from shoal.local import LocalParameter, settle
 from shoal.mesh import Mesh
 from shoal.model.linear import attach_sink
 from shoal.optim.clip import global_norm, squared_norm
-from shoal.optim.optimizers import Run
+from shoal.optim.runs import Run
+from shoal.optim.treatment import Treat
 from shoal.placement import Fragment, divide
 
 
@@ -47,7 +49,7 @@ WHOLE = Sharing()
 
 class Sync:
     """Keeps the main gradients of ``trained`` parameters. When :meth:`finish` is done, what :meth:`runs` shows the
-    optimizer are their sums over all replicas.
+    optimizer are their sums over all replicas. ``treat`` says how the optimizer treats each.
 
     ``must_see`` says whether parameters come and go with the units that use them.
 
@@ -60,7 +62,7 @@ class Sync:
         self,
         trained: Sequence[LocalParameter],
         frozen: Sequence[LocalParameter],
-        states: Sequence[str],
+        treat: Treat,
         mesh: Mesh,
         sharing: Sharing,
     ) -> None:
@@ -71,8 +73,8 @@ class Sync:
         self.flats: list[Flat] = []
         self._mains: list[Main] = []
         self._of_bucket: list[list[Main]] = []
-        for number, bucket in enumerate(build_buckets(trained, self._divide, sharing.cap_bytes)):
-            flat = self._flat(bucket, states)
+        for number, bucket in enumerate(build_buckets(trained, self._divide, treat, sharing.cap_bytes)):
+            flat = self._flat(bucket)
             self.flats.append(flat)
             self._mains += (mains := [Main(slot, number, flat, self.make_ready) for slot in bucket.slots])
             self._of_bucket.append(mains)
@@ -82,8 +84,8 @@ class Sync:
         self.frozen = list(frozen) if sharing.keep_params else []
         for one in self.frozen:
             settle(one)
-        for bucket in build_buckets(() if sharing.keep_params else frozen, self._divide, sharing.cap_bytes):
-            self.frozen_flats.append(self._flat(bucket, (), trains=False))
+        for bucket in build_buckets(() if sharing.keep_params else frozen, self._divide, treat, sharing.cap_bytes):
+            self.frozen_flats.append(self._flat(bucket, trains=False))
             self.frozen_flats[-1].release_whole()
         self._shards = [mesh.group(flat.bucket.shard) for flat in (*self.flats, *self.frozen_flats)]
         self._crosses = [
@@ -102,12 +104,10 @@ class Sync:
         self._squares = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
         self._norm_group = self._fewest_for_the_norm()
 
-    def _flat(self, bucket: Bucket, states: Sequence[str], *, trains: bool = True) -> Flat:
+    def _flat(self, bucket: Bucket, *, trains: bool = True) -> Flat:
         sharing = self._sharing
         keep_params, keep_grads, half_grads = sharing.keep_params, sharing.keep_grads, sharing.half_grads
-        return Flat(
-            bucket, states, keep_params=keep_params, keep_grads=keep_grads, half_grads=half_grads, trains=trains
-        )
+        return Flat(bucket, keep_params=keep_params, keep_grads=keep_grads, half_grads=half_grads, trains=trains)
 
     # ---- a step, in the order in which it happens
 
@@ -192,23 +192,34 @@ class Sync:
     # ---- what it holds
 
     def runs(self) -> list[Run]:
-        """What the optimizer updates: flat runs of parameters that it treats alike, or parameters one by one."""
+        """What the optimizer updates: runs of parameters that it treats alike."""
         return [run for number in range(len(self.flats)) for run in self._runs_of(number)]
 
     def _runs_of(self, number: int) -> Iterator[Run]:
-        flat = self.flats[number]
-        if flat.buffered:
-            for start, stop, decay in flat.bucket.own_decay_runs():
-                states = {name: state[start:stop] for name, state in flat.states.items()}
-                grads = partial(flat.own_grads.__getitem__, slice(start, stop))
-                yield Run(flat.masters[start:stop], grads, states, decay)
-        else:
-            for main, slot in zip(self._of_bucket[number], flat.bucket.slots, strict=True):
-                states = {name: slot.of(state) for name, state in flat.states.items()}
-                yield Run(slot.of(flat.masters), partial(getattr, main, "gradient"), states, main.held.decays)
+        """Of a bucket: as long as may be where its gradients are in one buffer, else of one parameter each; for an
+        optimizer that works on whole matrices, of one box each."""
+        flat, mains = self.flats[number], self._of_bucket[number]
+
+        def apart(box: OwnBox) -> tuple[object, ...]:
+            return box.treatment, flat.buffered or box.slot, box.piece if box.treatment.by_matrix else None
+
+        for _, alike in groupby(flat.bucket.own_boxes(), key=apart):
+            boxes = list(alike)
+            first, last = boxes[0], boxes[-1]
+            run = slice(first.start, last.stop)
+            states = {name: state[run] for name, state in flat.states.items()}
+            if flat.buffered:
+                grads = partial(flat.own_grads.__getitem__, run)
+            else:
+                start = flat.bucket.slots[first.slot].start
+                grads = partial(mains[first.slot].elements, first.start - start, last.stop - start)
+            piece = first.piece if first.treatment.by_matrix else None
+            yield Run(flat.masters[run], grads, states, first.treatment, piece)
 
     def weights(self) -> Iterator[Fragment]:
         """What this rank holds of every weight, frozen ones too."""
+        for flat in self.flats:
+            flat.adopt()
         for one in self.frozen:
             yield from one.fragments("weight", one.parameter.detach())
         for flat in (*self.flats, *self.frozen_flats):
@@ -243,6 +254,7 @@ class Sync:
                 raise ConfigError(f"Engine: {one.name} was {word} after the engine was made; do it before")
         for flat in self.flats:
             flat.check_views()
+            flat.adopt()
 
     # ---- for subclasses
 

@@ -20,6 +20,7 @@ from shoal.data_parallel.flat import Flat, close, is_open, open_
 from shoal.data_parallel.sync import Sharing, Sync
 from shoal.local import LocalParameter
 from shoal.mesh import Mesh
+from shoal.optim.treatment import Treat
 
 IN_FLIGHT = 2
 """Buckets that may be under way at once: sending another waits for the oldest."""
@@ -40,11 +41,11 @@ class Zero(Sync):
         self,
         trained: Sequence[LocalParameter],
         frozen: Sequence[LocalParameter],
-        states: Sequence[str],
+        treat: Treat,
         mesh: Mesh,
         sharing: Sharing,
     ) -> None:
-        super().__init__(trained, frozen, states, mesh, sharing)
+        super().__init__(trained, frozen, treat, mesh, sharing)
         self._scattering: dict[int, _Scatter] = {}
         self._begun: set[int] = set()
         """Buckets whose part has sums of this step."""
@@ -112,14 +113,14 @@ class ZeroThree(Zero):
         self,
         trained: Sequence[LocalParameter],
         frozen: Sequence[LocalParameter],
-        states: Sequence[str],
+        treat: Treat,
         mesh: Mesh,
         sharing: Sharing,
         *,
         uses: Mapping[int, Sequence[str]],
         resident: bool,
     ) -> None:
-        super().__init__(trained, frozen, states, mesh, sharing)
+        super().__init__(trained, frozen, treat, mesh, sharing)
         self._resident = resident
         self._all = [*self.flats, *self.frozen_flats]
         number_of = {slot.held.name: n for n, flat in enumerate(self._all) for slot in flat.bucket.slots}
@@ -209,12 +210,12 @@ class ZeroThree(Zero):
 
 class _Faces:
     """What the parameters of a divided bucket look like from outside: views of the whole while there is a whole; else
-    NaN, since nothing is behind the views, and reading that would be an accident."""
+    NaN (zero in whole numbers), since nothing is behind the views, and reading that would be an accident."""
 
     def __init__(self, flat: Flat) -> None:
         self._parameters = [] if flat.keep_params else [slot.held.parameter for slot in flat.bucket.slots]
         self._views = [parameter.data for parameter in self._parameters]
-        self._nothing = [p.new_full((), float("nan"), requires_grad=False).expand(p.shape) for p in self._parameters]
+        self._nothing = [_nothing(parameter) for parameter in self._parameters]
         self.hide()
 
     def show_whole(self) -> None:
@@ -224,3 +225,9 @@ class _Faces:
     def hide(self) -> None:
         for parameter, nothing in zip(self._parameters, self._nothing, strict=True):
             parameter.data = nothing
+
+
+def _nothing(parameter: Tensor) -> Tensor:
+    """NaN, or zero in what has none, in the form of ``parameter``."""
+    value = torch.tensor(float("nan") if parameter.is_floating_point() else 0.0)
+    return value.to(parameter.device, parameter.dtype).expand(parameter.shape)

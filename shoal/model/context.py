@@ -57,6 +57,8 @@ class Context:
     labels: Tensor | None = None
     noise: Noise | None = None
     cache: Cache | None = None
+    length: int = 0
+    """How many positions a sample has, on all ranks that divide them together."""
 
     @classmethod
     def of(
@@ -75,14 +77,8 @@ class Context:
             labels=batch.get("labels"),
             noise=noise,
             cache=cache,
+            length=length,
         )
-
-    @property
-    def length(self) -> int:
-        """How many positions a sample has."""
-        known = self.positions if self.rope is None else self.rope[0]
-        assert known is not None
-        return known.shape[1]
 
     def turn(self, x: Tensor) -> Tensor:
         """Queries or keys ``x`` [samples, positions, heads, head_dim] at rotary positions, ``x`` itself without."""

@@ -53,7 +53,7 @@ def scaled_gradient(weight: Tensor, gradient: Tensor, scale: Tensor) -> Tensor |
     """``gradient`` (given up) times a scalar, as the gradient of ``weight``; None where its sink has taken it."""
     sink: Sink | None = getattr(weight, "sink", None)
     if sink is None:
-        return gradient.mul_(scale)
+        return gradient.mul_(scale).to(weight.dtype)
     sink.add_scaled(gradient, scale)
     return None
 

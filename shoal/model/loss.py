@@ -2,7 +2,8 @@
 
 The rows are taken a chunk at a time: logits, loss, and at once the gradients of the hidden states and of the output
 matrix, so that the backward pass only scales them. A chunk is ``CHUNK`` logits, or as many as the output matrix has
-elements if that is more; three times a chunk exist at any moment.
+elements if that is more; two of them exist at any moment. What several chunks add to the gradient of the output matrix
+adds up in float32 at least, as everything that adds up does.
 
 With a z-loss (Chowdhery et al. 2022) each row's loss has a multiple of log²Z more, Z = Σ exp(logits), which holds the
 logits near those of a normalised distribution: d log²Z / d logits = 2 log Z · softmax.
@@ -38,7 +39,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, z_loss: floa
 class LinearCrossEntropy(nn.Module):
     """The summed loss of hidden states [B, T, H] under an output matrix [vocabulary, H] and labels [B, T].
 
-    The z-loss is there while the module trains: an evaluation is the plain cross-entropy.
+    The z-loss is there where gradients are made: an evaluation is the plain cross-entropy.
     """
 
     def __init__(self, z_loss: float = 0.0) -> None:
@@ -46,7 +47,7 @@ class LinearCrossEntropy(nn.Module):
         self.z_loss = z_loss
 
     def forward(self, x_BTH: Tensor, weight: Tensor, labels_BT: Tensor) -> Tensor:
-        z_loss = self.z_loss if self.training else 0.0
+        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
         return linear_cross_entropy(x_BTH.flatten(0, 1), weight, labels_BT.flatten(), z_loss)
 
 
@@ -55,17 +56,31 @@ def chunk_rows(rows: int, vocabulary: int, hidden: int) -> int:
     return max(1, CHUNK // vocabulary, min(rows, hidden))
 
 
+def new_gradient(weight: Tensor, chunk: int, rows: int) -> Tensor:
+    """Room for the gradient of the output matrix, made of ``rows`` rows a ``chunk`` at a time; zero for no rows."""
+    dtype = weight.dtype if rows <= chunk else torch.promote_types(weight.dtype, torch.float32)
+    return torch.empty_like(weight, dtype=dtype) if rows else torch.zeros_like(weight)
+
+
+def add_chunk(grad_weight: Tensor, grad_logits: Tensor, x: Tensor, *, first: bool) -> None:
+    """Add grad_logitsᵀ·x to what earlier chunks have left; the first finds anything there."""
+    if grad_weight.dtype == x.dtype:
+        torch.addmm(grad_weight, grad_logits.t(), x, beta=int(not first), out=grad_weight)
+    elif first:
+        grad_weight.copy_(grad_logits.t() @ x)
+    else:
+        grad_weight.add_(grad_logits.t() @ x)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, z_loss: float, training: bool) -> Tensor:
         needs_x, needs_weight = (needed and training for needed in ctx.needs_input_grad[:2])
         grad_x = torch.empty_like(x) if needs_x else None
-        grad_weight = torch.empty_like(weight) if needs_weight else None
-        if grad_weight is not None and len(x) == 0:
-            grad_weight.zero_()
         exact = torch.promote_types(x.dtype, torch.float32)
         total = x.new_zeros((), dtype=exact)
         rows = chunk_rows(len(x), *weight.shape)
+        grad_weight = new_gradient(weight, rows, len(x)) if needs_weight else None
         for start in range(0, len(x), rows):
             chunk = slice(start, start + rows)
             x_chunk, label = x[chunk], labels[chunk]
@@ -84,6 +99,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             # In place: the gradient of log Z, less one at the label, and zero where nothing counts.
             grad_logits = log_p.exp_()
+            del log_p
             if z_loss:
                 grad_logits *= 1.0 + 2.0 * z_loss * log_z
             grad_logits.scatter_add_(1, picked, grad_logits.new_full(picked.shape, -1.0))
@@ -91,7 +107,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_x is not None:
                 torch.mm(grad_logits, weight, out=grad_x[chunk])
             if grad_weight is not None:
-                torch.addmm(grad_weight, grad_logits.t(), x_chunk, beta=int(start > 0), out=grad_weight)
+                add_chunk(grad_weight, grad_logits, x_chunk, first=start == 0)
+            del grad_logits
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.weight = weight
         return total

@@ -10,7 +10,7 @@ from shoal.config import Model as Shape
 
 
 class RMSNormPlusOne(nn.Module):
-    """An RMS norm whose scale is 1 + weight, so that weight decay pulls it to one (Gemma)."""
+    """An RMS norm whose scale is 1 + weight, so that weights near zero change little (Gemma)."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()

@@ -18,11 +18,13 @@ import torch
 from torch import nn
 
 from shoal.build import costs_of, interpreter_of, sharing_of, stages_of
+from shoal.config import Optimizer
 from shoal.data_parallel.buckets import build_buckets
 from shoal.layout import Layout
 from shoal.local import LocalParameter, lay_out
 from shoal.mesh import Grid
 from shoal.model.task import Task
+from shoal.optim.treatment import Treatments
 from shoal.placement import Box, Fragment, divide
 
 Kind = Literal["weight", "state"]
@@ -226,7 +228,7 @@ def _fragments(
     if sharing.keep_params:
         yield from (("weight", part) for one in held for part in one.fragments("weight", one.parameter))
     cut: Callable[..., Any] = partial(divide, grid=grid, rank=rank, size=sharing.size)
-    for bucket in build_buckets(held, cut, sharing.cap_bytes):
+    for bucket in build_buckets(held, cut, Treatments(Optimizer()), sharing.cap_bytes):
         own = torch.empty(bucket.high - bucket.low, device="meta")
         for part in bucket.own_fragments("state", own, cut):
             yield "state", part

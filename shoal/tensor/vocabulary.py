@@ -22,7 +22,7 @@ from shoal.comm.differentiable import Arriving, joined, part_size
 from shoal.comm.world import Group
 from shoal.layout.kinds import split_evenly
 from shoal.model.linear import scaled_gradient
-from shoal.model.loss import IGNORED, chunk_rows
+from shoal.model.loss import IGNORED, add_chunk, chunk_rows, new_gradient
 from shoal.tensor.linear import ColumnLinear
 from shoal.tensor.stream import PURPOSE, FullSizes, Stream
 
@@ -60,7 +60,7 @@ class VocabularyCrossEntropy(nn.Module):
     rank has, and labels [B, T].
 
     As in :mod:`shoal.model.loss`, gradients are made in the forward pass, a chunk of rows at a time, and the z-loss is
-    there while the module trains.
+    there where gradients are made.
     """
 
     def __init__(self, stream: Stream, sizes: FullSizes, z_loss: float = 0.0) -> None:
@@ -69,7 +69,8 @@ class VocabularyCrossEntropy(nn.Module):
 
     def forward(self, x_BSH: Tensor, weight: Tensor, labels_BT: Tensor) -> Tensor:
         # Inside a Function autograd is always off, so whether gradients are wanted must be asked here.
-        arguments = (self.stream, self.sizes, self.z_loss if self.training else 0.0, torch.is_grad_enabled())
+        training = torch.is_grad_enabled()
+        arguments = (self.stream, self.sizes, self.z_loss if training else 0.0, training)
         total: Tensor = _CrossEntropy.apply(x_BSH, weight, labels_BT, *arguments)  # type: ignore[no-untyped-call]
         return total
 
@@ -89,9 +90,9 @@ class _CrossEntropy(Function):
         needs_x, needs_weight = (needed and training for needed in ctx.needs_input_grad[:2])
         x, labels = x_BSH.reshape(1, -1, x_BSH.shape[-1]), stream.by_part(labels_BT)
         grad_x = torch.empty_like(x) if needs_x else None
-        grad_weight = torch.empty_like(weight_VH) if needs_weight else None
         total = x.new_zeros((), dtype=_exact(x.dtype))
         chunks = _chunks(x.shape[1], stream, sizes.vocabulary, x.shape[2])
+        grad_weight = new_gradient(weight_VH, chunks[0].stop, x.shape[1]) if needs_weight else None
         space = x.new_empty((chunks[0].stop * stream.parts, weight_VH.shape[0]))
         arriving = _start_enter(x, chunks[0], stream)
         leaving: list[tuple[slice, Arriving]] = []
@@ -116,7 +117,7 @@ class _CrossEntropy(Function):
                 _land(leaving, grad_x)
                 leaving.append((chunk, stream.start_leave((logits_MV @ weight_VH)[None])))
             if grad_weight is not None:
-                torch.addmm(grad_weight, logits_MV.t(), x_MH, beta=int(number > 0), out=grad_weight)
+                add_chunk(grad_weight, logits_MV, x_MH, first=number == 0)
         if grad_x is not None:
             _land(leaving, grad_x)
             grad_x = grad_x.view(x_BSH.shape)

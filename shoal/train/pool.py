@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.process import die_with, keep_freed_memory
-from shoal.comm.world import TIMEOUT_S, World, pick_device, share_a_gpu
+from shoal.comm.world import TIMEOUT_S, World, pick_device
 from shoal.errors import RankFailed, ShoalError
 
 _GRACE_S = 0.5
@@ -218,6 +218,5 @@ def _run(
     device: str,
 ) -> Any:
     store = dist.FileStore(meeting, ranks) if ranks > 1 else None
-    where = pick_device(device, rank)
-    with World(rank, ranks, store, device=where, shared=share_a_gpu(where, ranks), timeout_s=timeout_s) as world:
+    with World(rank, ranks, store, device=pick_device(device, rank), timeout_s=timeout_s) as world:
         return task(world, *arguments)

@@ -6,8 +6,10 @@ is shared with the engine but the model and the initial weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,10 @@ from torch import Tensor, nn
 from shoal.config import Optimizer
 from shoal.model.decoder import Decoder
 from shoal.model.loss import IGNORED
+from shoal.model.roles import logical_parts, role_of
+from shoal.train.textbook import Lion, Muon
+
+TABLES = ("embed.", "head.")
 
 
 @dataclass(frozen=True)
@@ -28,23 +34,30 @@ class Reference:
     weights: dict[str, Tensor]
 
 
+class _Weight:
+    """Some rows of a parameter, as a parameter of its own in the same memory."""
+
+    def __init__(self, parameter: nn.Parameter, rows: slice) -> None:
+        self._whole, self._rows = parameter, rows
+        self.parameter = nn.Parameter(parameter.detach()[rows])
+
+    def take_gradient(self) -> None:
+        self.parameter.grad = _grad(self._whole)[self._rows]
+
+
 class PlainTrainer:
     """Trains a materialised decoder by the book. ``rate(step)`` scales the learning rate; ``seed`` keys dropout."""
 
     def __init__(self, model: Decoder, config: Optimizer, rate: Callable[[int], float], seed: int) -> None:
         self.model, self.config, self.rate, self.seed = model, config, rate, seed
         self.step_number = 0
-        parameters = list(model.parameters())
-        groups = [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-        ]
-        if config.name == "adamw":
-            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-                groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False
-            )
-        else:
-            self.optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=False)
+        self._weights = dict(_logical(model))
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for name, weight in self._weights.items():
+            optimizer, lr, decay = _settings(config, name, weight.parameter.ndim)
+            group = {"params": [weight.parameter], "weight_decay": decay, "share": lr}
+            groups.setdefault(optimizer, []).append(group)
+        self.optimizers = [_optimizer(name, config, mine) for name, mine in groups.items()]
 
     def step(self, batch: Mapping[str, Tensor]) -> Reference:
         """One step over the whole batch."""
@@ -58,19 +71,57 @@ class PlainTrainer:
             log_sums = logits.logsumexp(-1)[labels != IGNORED]
             loss = loss + self.model.shape.z_loss * log_sums.square().sum()
         loss = loss / (labels != IGNORED).sum().clamp(min=1)
-        self.optimizer.zero_grad(set_to_none=False)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
         loss.backward()
         gradients = {name: _grad(p).clone() for name, p in self.model.named_parameters()}
         norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt().item()
         if 0 < self.config.clip < norm:
             for parameter in self.model.parameters():
                 _grad(parameter).mul_(self.config.clip / norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.lr * self.rate(self.step_number)
-        self.optimizer.step()
+        for weight in self._weights.values():
+            weight.take_gradient()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.config.lr * self.rate(self.step_number) * group["share"]
+            optimizer.step()
         self.step_number += 1
         weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         return Reference(loss.item(), norm, gradients, weights)
+
+
+def _logical(model: Decoder) -> Iterator[tuple[str, _Weight]]:
+    """Every weight under its logical name: of a fused parameter, each of its parts."""
+    for name, parameter in model.named_parameters():
+        owner, _, local = name.rpartition(".")
+        parts = logical_parts(role_of(model.roles, owner), owner, local) or ((name, len(parameter)),)
+        start = 0
+        for logical, rows in parts:
+            yield logical, _Weight(parameter, slice(start, start + rows))
+            start += rows
+
+
+def _settings(config: Optimizer, name: str, dims: int) -> tuple[str, float, float]:
+    """Optimizer, share of the learning rate, and weight decay."""
+    optimizer, decay = config.name, config.weight_decay if dims > 1 else 0.0
+    if optimizer == "muon" and (dims != 2 or name.startswith(TABLES)):
+        optimizer = "adamw"
+    for group in config.groups:
+        if fnmatchcase(name, group.match):
+            return group.name or optimizer, group.lr, decay if group.weight_decay is None else group.weight_decay
+    return optimizer, 1.0, decay
+
+
+def _optimizer(name: str, config: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    match name:
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False)
+        case "lion":
+            return Lion(groups, config.lr, config.lion_betas)
+        case "muon":
+            return Muon(groups, config.lr, config.muon_momentum)
+        case _:
+            return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=False)
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:

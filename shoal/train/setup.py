@@ -23,6 +23,7 @@ from shoal.local import LocalParameter, lay_out, materialise
 from shoal.mesh import Grid
 from shoal.model.decoder import Decoder
 from shoal.optim.schedule import rate
+from shoal.optim.treatment import Treatments
 from shoal.tensor.whole import Whole
 
 
@@ -35,12 +36,16 @@ class Source(Protocol):
 def fit(config: Config, layout: Layout, world: int) -> Layout:
     """``layout`` on ``world`` ranks, checked against the model and the batch before any process group exists.
 
-    Raises :class:`~shoal.errors.LayoutError`.
+    Raises :class:`~shoal.errors.LayoutError`, or :class:`~shoal.errors.ConfigError` where the groups of the optimizer
+    do not suit the model.
     """
     filled = layout.fill(world)
     for samples in batch_size(config).sizes():
         filled.check(config.model, samples, world)
     filled.check_built()
+    if config.optimizer.groups:
+        model = make_model(config, filled)
+        Treatments(config.optimizer).check(model, model.roles)
     return filled
 
 

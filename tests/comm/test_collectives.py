@@ -13,6 +13,7 @@ from shoal.comm.collectives import (
     broadcast,
     start_all_gather,
     start_all_reduce,
+    start_exchange,
     start_reduce_scatter,
 )
 from shoal.comm.world import World
@@ -106,6 +107,27 @@ def pair_off(world: World) -> list[float]:
 
 def test_parts_are_in_the_order_of_their_group(pool: Pool) -> None:
     assert pool.run(pair_off) == [[0, 3], [1, 2], [1, 2], [0, 3]]
+
+
+def pass_round(world: World) -> list[list[float]]:
+    """Each rank sends rank r r elements, all its own number, but nothing to the next one round."""
+    group, me, size = world.everyone, world.rank, world.size
+
+    def amount(source: int, to: int) -> int:
+        return 0 if to in (source, (source + 1) % size) else to
+
+    given, taken = [amount(me, to) for to in range(size)], [amount(source, me) for source in range(size)]
+    into = torch.full((sum(taken),), -1.0)
+    start_exchange(into, taken, torch.full((sum(given),), float(me)), given, group, "turn").wait()
+    return [into.tolist(), [world.ledger.words(purpose="turn")]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_exchange_what_they_agree_on_and_count_what_they_receive(pool: Pool, ranks: int) -> None:
+    for me, (received, words) in enumerate(pool.run(pass_round, ranks=ranks)):
+        sources = [source for source in range(ranks) if me not in (source, (source + 1) % ranks)]
+        assert received == [float(source) for source in sources for _ in range(me)]
+        assert words == [len(received)]
 
 
 def broadcast_in_halves(world: World) -> list[float]:

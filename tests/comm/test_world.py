@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from shoal.comm import world as world_module
 from shoal.comm.collectives import all_reduce, barrier
 from shoal.comm.point_to_point import start_receive, start_send
-from shoal.comm.world import Group, World, init, pick_device
+from shoal.comm.world import Group, World, any_shared, init, pick_device
 from shoal.errors import ConfigError, RankFailed
 from shoal.train.pool import Pool
 
@@ -54,13 +55,11 @@ def test_the_launchers_variables_say_which_rank_this_is(
     monkeypatch.setattr(world_module.dist, "TCPStore", made.store)
     monkeypatch.setattr(world_module, "World", made.world)
     monkeypatch.setattr(world_module, "pick_device", lambda name, local: (name, local))
-    monkeypatch.setattr(world_module, "share_a_gpu", lambda device, ranks: (device, ranks))
     init(device="auto", timeout_s=9)
     assert made.store.call_args.args == ("localhost", 29500)
     assert made.store.call_args.kwargs["is_master"] is False
     assert made.world.call_args.args == (3, 4, made.store.return_value)
-    where = {"device": ("auto", 1), "shared": (("auto", 1), 4)}
-    assert made.world.call_args.kwargs == {**where, "timeout_s": 9, "name": "shoal/2"}
+    assert made.world.call_args.kwargs == {"device": ("auto", 1), "timeout_s": 9, "name": "shoal/2"}
 
 
 @pytest.mark.parametrize(
@@ -233,3 +232,12 @@ def places(world: World) -> tuple[int, int, int]:
 
 def test_a_group_knows_which_of_its_ranks_this_is(pool: Pool) -> None:
     assert pool.run(places, timeout_s=20) == [(0, 0, 0), (1, 0, 1), (2, 1, 2), (3, 1, 3)]
+
+
+@pytest.mark.parametrize(("names", "shared"), [("abc", False), ("aba", True), ("aaa", True)])
+def test_ranks_find_out_together_whether_two_have_the_same_gpu(names: str, shared: bool, tmp_path: Path) -> None:
+    def ask(name: str) -> bool:
+        return any_shared(name, dist.FileStore(str(tmp_path / "store"), len(names)), len(names))
+
+    with ThreadPoolExecutor() as threads:
+        assert list(threads.map(ask, names)) == [shared] * len(names)

@@ -25,7 +25,8 @@ from shoal.local import LocalParameter, lay_out
 from shoal.mesh import Mesh
 from shoal.model.linear import Linear
 from shoal.optim.clip import clip_factor
-from shoal.optim.optimizers import Updater, state_names
+from shoal.optim.optimizers import Updater
+from shoal.optim.treatment import Treatments, state_names
 from shoal.placement import Box, Fragment, Holders, Rule, assemble, holders, whole
 from shoal.tensor.whole import Whole
 
@@ -45,9 +46,9 @@ def make(
     **options: Any,
 ) -> Sync:
     """The Sync called ``kind``; unless told, it divides over all ranks, and each unit uses the parameters it owns."""
-    states, size = state_names(OPTIMIZER), size or mesh.world.size
+    treat, size = Treatments(OPTIMIZER), size or mesh.world.size
     given = ([one for one in held if one.parameter.requires_grad],
-             [one for one in held if not one.parameter.requires_grad], states, mesh)  # fmt: skip
+             [one for one in held if not one.parameter.requires_grad], treat, mesh)  # fmt: skip
     if kind == "allreduce":
         return AllReduce(*given, Sharing(**options))
     if kind != "zero3":
@@ -202,7 +203,7 @@ class Replica:
         names = {one.parameter: one.name for one in held}
         uses = {unit: [names[one] for one in layer.parameters()] for unit, layer in enumerate(model)}
         self.sync = make(kind, held, mesh, uses=uses, **options)
-        self.updater = Updater(OPTIMIZER, self.sync.runs())
+        self.updater = Updater(OPTIMIZER, self.sync.runs(), world)
         self.norm = 0.0
 
     def passes(self, x: Tensor, target: Tensor, final: bool, at: Callable[[int], None] = lambda _: None) -> None:
@@ -294,7 +295,7 @@ def one_process(model: nn.Sequential, steps: Sequence[Sequence[tuple[Tensor, Ten
             parameter.grad *= clip_factor(norm, OPTIMIZER.clip)
         optimizer.step()
         values |= {("weight", name): p.detach().clone() for name, p in named.items()}
-        for state in state_names(OPTIMIZER):
+        for state in state_names(OPTIMIZER, "adamw"):
             values |= {(state, name): optimizer.state[p][state].clone() for name, p in named.items()}
         results.append((values, norm))
     return results

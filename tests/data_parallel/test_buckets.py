@@ -12,12 +12,15 @@ from replicas import plain
 from torch import nn
 
 from shoal import placement
+from shoal.config import Optimizer
 from shoal.data_parallel.buckets import Bucket, Range, build_buckets
 from shoal.local import LocalParameter
 from shoal.mesh import Grid
+from shoal.optim.treatment import Treatments
 from shoal.placement import Division, Holders, Piece, Placement, stacked, whole
 
 ALL, PAIR, SOME = plain(0, 1, 2, 3), plain(0, 2), plain(0, 1)
+TREAT = Treatments(Optimizer())
 
 
 def held(
@@ -38,7 +41,7 @@ def divide(who: Holders, rank: int = 0, size: int = 4, ranks: int = 4) -> Divisi
 
 
 def build(ones: Sequence[LocalParameter], cap_bytes: int = 1 << 20, **where: int) -> list[Bucket]:
-    return build_buckets(ones, partial(divide, **where), cap_bytes)
+    return build_buckets(ones, partial(divide, **where), TREAT, cap_bytes)
 
 
 def names(buckets: list[Bucket]) -> list[list[str]]:
@@ -85,7 +88,7 @@ def test_ranges_are_cut_where_the_holders_change() -> None:
         LocalParameter(f"qkv{u}", nn.Parameter(torch.zeros(5, 4)), u, parts, (own, everyone, everyone)) for u in (1, 0)
     ]
     at = [partial(placement.divide, grid=grid, rank=rank, size=size) for rank in (0, 1)]
-    buckets = [build_buckets(fused, each) for each in at]
+    buckets = [build_buckets(fused, each, TREAT) for each in at]
     (low,), (high,) = buckets
     q, kv = (at[0](who) for who in (own, everyone))
     assert q.shard == kv.shard == (0, 1)
@@ -112,7 +115,7 @@ def test_sizes_are_rounded_up_to_the_ranks_and_padding_is_nobodys(elements: int,
         assert bucket.size == -(-elements // 4) * 4
         assert (bucket.high - bucket.low, bucket.low) == (bucket.size // 4, bucket.size // 4 * rank)
         assert sum(stop - start for start, stop, _ in bucket.own_ranges()) == mine
-        assert sum(stop - start for start, stop, _ in bucket.own_decay_runs()) == mine
+        assert sum(box.stop - box.start for box in bucket.own_boxes()) == mine
         part = torch.zeros(bucket.high - bucket.low)
         assert (
             sum(one.tensor.numel() for one in bucket.own_fragments("weight", part, partial(divide, rank=rank))) == mine
@@ -145,7 +148,7 @@ def models(draw: st.DrawFn) -> list[LocalParameter]:
 def test_the_parts_of_a_bucket_tile_every_element_once(
     ones: list[LocalParameter], size: int, groups: int, cap_bytes: int
 ) -> None:
-    """Ranges, decay runs and fragments, for 1 … 5 parts, and one or two groups of ranks that hold them."""
+    """Ranges, boxes and fragments, for 1 … 5 parts, and one or two groups of ranks that hold them."""
     ranks = size * groups
     ones = [replace(one, holders=(plain(*range(ranks)),) * len(one.placement.pieces)) for one in ones]
     local = {one.name: torch.randn(one.placement.shape) for one in ones}
@@ -158,8 +161,8 @@ def test_the_parts_of_a_bucket_tile_every_element_once(
         decays = torch.full((first.size,), -1)
         for slot in first.slots:
             slot.of(flat).copy_(local[slot.held.name])
-            decays[slot.start : slot.stop] = slot.held.decays
-        in_ranges, in_runs = (torch.zeros(first.size, dtype=torch.int64) for _ in range(2))
+            decays[slot.start : slot.stop] = slot.held.parameter.ndim > 1
+        in_ranges, in_boxes = (torch.zeros(first.size, dtype=torch.int64) for _ in range(2))
         for rank, bucket in enumerate(same):
             assert names([bucket]) == names([first])
             holding = tuple(range(rank % size, ranks, size))
@@ -167,14 +170,15 @@ def test_the_parts_of_a_bucket_tile_every_element_once(
             for start, stop, division in bucket.own_ranges():
                 in_ranges[mine][start:stop] += 1
                 assert division.same == holding
-            for start, stop, decay in bucket.own_decay_runs():
-                in_runs[mine][start:stop] += 1
-                assert (decays[mine][start:stop] == decay).all()
+            for box in bucket.own_boxes():
+                in_boxes[mine][box.start : box.stop] += 1
+                assert (decays[mine][box.start : box.stop] == (box.treatment.weight_decay > 0)).all()
+                assert bucket.slots[box.slot].held is of[box.piece.name]
             for one in bucket.own_fragments("weight", flat[mine], partial(divide, rank=rank, size=size, ranks=ranks)):
                 assert one.copies == holding
                 assert torch.equal(one.tensor, one.piece.of(local[of[one.piece.name].name]))
                 count[one.piece.name][tuple(slice(*span) for span in one.piece.box)] += 1
-        for covered in (in_ranges, in_runs):
+        for covered in (in_ranges, in_boxes):
             assert torch.equal(covered, (decays >= 0) * groups)
     for name, one in of.items():
         (piece,) = (piece for piece in one.placement.pieces if piece.name == name)

@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from replicas import plain
 from torch import Tensor, nn
 
+from shoal.config import Optimizer
 from shoal.data_parallel.buckets import build_buckets
 from shoal.data_parallel.flat import Flat, close, is_open, open_
 from shoal.errors import ConfigError
 from shoal.local import LocalParameter
 from shoal.mesh import Grid
+from shoal.optim.treatment import Treatments
 from shoal.placement import divide, whole
 
 SHAPES = ((3, 4), (5,), (0,), ())  # 18 elements: of two ranks, each has 9
@@ -35,8 +37,9 @@ def held(values: list[Tensor]) -> list[LocalParameter]:
 def make(rank: int = 1, keep_params: bool = True, keep_grads: bool = True) -> tuple[Flat, list[Tensor]]:
     """Parameters, of which the first has values to be drawn and no memory yet, on one of two ranks."""
     values = [torch.randn(shape) for shape in SHAPES]
-    (bucket,) = build_buckets(held(values), partial(divide, grid=Grid((("dp", 2),)), rank=rank, size=2))
-    return Flat(bucket, ("exp_avg", "other"), keep_params=keep_params, keep_grads=keep_grads), values
+    cut = partial(divide, grid=Grid((("dp", 2),)), rank=rank, size=2)
+    (bucket,) = build_buckets(held(values), cut, Treatments(Optimizer()))
+    return Flat(bucket, keep_params=keep_params, keep_grads=keep_grads), values
 
 
 def test_parameters_become_views_and_keep_their_values() -> None:
@@ -45,7 +48,7 @@ def test_parameters_become_views_and_keep_their_values() -> None:
         assert torch.equal(slot.held.parameter, value)
         assert torch.equal(slot.of(flat.params), value)
     assert [tensor.numel() for tensor in (flat.params, flat.grads, flat.own_params, flat.own_grads)] == [18, 18, 9, 9]
-    assert {name: len(state) for name, state in flat.states.items()} == {"exp_avg": 9, "other": 9}
+    assert {name: len(state) for name, state in flat.states.items()} == {"exp_avg": 9, "exp_avg_sq": 9}
     assert not any(tensor.any() for tensor in (flat.grads, *flat.states.values()))
     flat.own_params.fill_(7.0)
     flat.own_grads.fill_(7.0)

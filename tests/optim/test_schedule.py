@@ -8,7 +8,7 @@ from shoal.config import Schedule
 from shoal.optim.schedule import rate
 
 
-@pytest.mark.parametrize("kind", ["constant", "cosine", "wsd"])
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
 def test_warm_up_climbs_evenly_and_reaches_one_at_its_end(kind: str) -> None:
     schedule = Schedule(kind=kind, warmup=4, decay=0.25)
     assert [rate(schedule, step, 40) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
@@ -18,6 +18,12 @@ def test_warm_up_climbs_evenly_and_reaches_one_at_its_end(kind: str) -> None:
 
 def test_constant_stays_at_one() -> None:
     assert [rate(Schedule(kind="constant"), step, 10) for step in (0, 5, 9, 100)] == [1] * 4
+
+
+def test_linear_falls_to_its_floor_in_even_steps() -> None:
+    schedule = Schedule(kind="linear", warmup=10, floor=0.2)
+    found = [rate(schedule, step, 91) for step in (10, 30, 50, 70, 90, 91, 500)]
+    assert found == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
 
 
 def test_cosine_falls_to_its_floor_along_half_a_cosine() -> None:
@@ -35,7 +41,7 @@ def test_wsd_stays_at_one_and_falls_linearly_over_its_last_share() -> None:
     assert rate(Schedule(kind="wsd", decay=1, floor=0.0), 49, 100) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("kind", ["constant", "cosine", "wsd"])
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
 def test_rates_of_very_short_runs_are_defined(kind: str) -> None:
     for steps in (1, 2, 3):
         for warmup in (0, 1, 5):

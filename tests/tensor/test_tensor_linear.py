@@ -103,7 +103,7 @@ def own(x: Tensor, world: World, sequence: bool, padding: float) -> Tensor:
 
 
 def positions(length: int) -> Context:
-    return Context(rope=(torch.empty(1, length, 1, 0),) * 2)
+    return Context(rope=(torch.empty(1, length, 1, 0),) * 2, length=length)
 
 
 @dataclass
