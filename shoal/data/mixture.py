@@ -94,7 +94,8 @@ def _gather(which: _Ints, rows_of: Callable[[int], Rows]) -> Rows:
 
 def _quotas(weights: Sequence[float]) -> list[int]:
     """Samples of each source in a block: its share, the largest remainders rounded up."""
-    exact = np.array(weights) * (BLOCK / sum(weights))
+    relative = np.array(weights) / max(weights)  # whose sum is finite, however large or small they are
+    exact = relative * (BLOCK / relative.sum())
     quotas = np.floor(exact).astype(np.int64)
     short = BLOCK - int(quotas.sum())
     quotas[np.argsort(quotas - exact, kind="stable")[:short]] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from math import ceil
 from typing import Protocol
 
 import numpy as np
@@ -67,7 +68,8 @@ class StoreSamples:
         if validates and self.n_validation == 0:
             samples = len(self._packing)
             problem = f"keeps none of the {samples} samples of {store.path} for validation"
-            legal = f"use at least {0.51 / samples:.2g}, or 0" if samples > 1 else "use 0, or more text"
+            least = ceil(510_000 / samples) / 1_000_000
+            legal = f"use at least {least:g}, or 0" if samples > 1 else "use 0, or more text"
             raise DataError(setting("data.validation", validation, problem, legal))
         made = "" if packing == "stream" else f" {packing}"
         self.fingerprint = sha256(f"{store.fingerprint}{made}".encode()).hexdigest()[:16] if made else store.fingerprint

@@ -23,7 +23,7 @@ from shoal.data.batches import Batch, Batches, batch_hash
 from shoal.data.store import kept_tokenizer
 from shoal.data.tokenize import load_tokenizer
 from shoal.engine import Engine
-from shoal.errors import Stopped
+from shoal.errors import Diverged, Stopped
 from shoal.layout import Layout
 from shoal.train.folder import COMPANIONS, TOKENIZER, run_folder
 from shoal.train.metrics import Sink, open_sinks
@@ -80,11 +80,15 @@ class _Run:
         config, engine, loss = self.config, self.engine, None
         saved = engine.steps_done
         for step in range(engine.steps_done, self.steps):
+            before, samples = self.size.at(step)
             started = time.perf_counter()
             batch = self.source.batch(step, self.engine.mesh.coords["dp"], engine.layout.dp)
-            result = engine.step(batch)
+            try:
+                result = engine.step(batch)
+            except Diverged:
+                self._skipped(step, before, samples)
+                raise
             seconds = time.perf_counter() - started
-            before, samples = self.size.at(step)
             tokens = samples * config.data.seq_len
             values: dict[str, Any] = {
                 "step": result.step,
@@ -99,8 +103,7 @@ class _Run:
                 values["hash"] = self._global_hash(batch)
             self._tell("step", **values)
             if result.skipped:
-                lost = list(range(before, before + samples))
-                self._tell("skipped", step=result.step, so_far=engine.skipped, samples=lost)
+                self._skipped(step, before, samples)
             if _due(config.evaluation.every, result.step, self.steps):
                 loss = self._evaluate()
             if _due(config.checkpoint.every, result.step, self.steps):
@@ -109,6 +112,11 @@ class _Run:
         if saved == self.steps and self.validation is not None and loss is None:
             loss = self._evaluate()  # the run was complete already
         return loss
+
+    def _skipped(self, step: int, first: int, count: int) -> None:
+        """Tell which samples a step (counted from 0) had that updated nothing."""
+        lost = list(range(first, first + count))
+        self._tell("skipped", step=step + 1, so_far=self.engine.skipped, samples=lost)
 
     def _evaluate(self) -> float | None:
         """Mean loss over the validation split, or its first batches."""

@@ -58,6 +58,9 @@ def _run(config: Config, count: int, step: int) -> Look:
     batches = open_data(config)
     if not isinstance(batches, Batches):
         raise DataError(setting("data.source", config.data.source, "its tokens are no text", 'use source = "tokens"'))
+    if step >= config.run.steps:
+        problem = f"the run has {config.run.steps} steps, counted from 0"
+        raise ConfigError(setting("--step", step, problem, f"use at most {config.run.steps - 1}"))
     numbers, rows = batches.rows(step)
     readers = [Reader(store) for store in batches.samples.stores]
     origins = batches.samples.origins(numbers).tolist()

@@ -140,7 +140,7 @@ def test_a_store_without_one_sample_is_refused(counting: TokenStore) -> None:
 
 
 def test_a_validation_split_without_a_sample_is_refused(counting: TokenStore) -> None:
-    with pytest.raises(DataError, match=r"data\.validation = 0\.01: keeps none of the 40 .*use at least 0\.013"):
+    with pytest.raises(DataError, match=r"data\.validation = 0\.01: keeps none of the 40 .*use at least 0\.01275"):
         batches_of(counting, seq_len=10, batch=1, seed=0, split="validation", validation=0.01)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.data.batches import Batches, batch_hash
-from shoal.data.mixture import BLOCK, Mixture
+from shoal.data.mixture import BLOCK, Mixture, _quotas
 from shoal.data.samples import StoreSamples
 from shoal.data.store import TokenStore, kept_tokenizer
 from shoal.data.store_writer import write_store
@@ -159,3 +159,8 @@ def test_tokenizers_are_the_same_when_their_entries_are(tmp_path: Path) -> None:
     assert one.tokenizer_path.read_bytes() != same.tokenizer_path.read_bytes()
     mixed = mixture([megatron_of(tmp_path / "unknown", 40), one, same], (1, 1, 1))
     assert kept_tokenizer(mixed.stores) == one.tokenizer_path
+
+
+@pytest.mark.parametrize("weight", [1e308, 5e-324])
+def test_weights_of_any_size_are_shares(weight: float) -> None:
+    assert _quotas([weight, weight]) == [BLOCK // 2] * 2

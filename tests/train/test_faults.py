@@ -147,6 +147,16 @@ def test_a_poisoned_gradient_on_one_rank_is_skipped_by_all_and_logged_with_its_s
     assert loads(run) == 6
 
 
+def test_the_samples_of_the_step_that_ends_a_run_are_logged_too(file: Path, run: Path, tmp_path: Path) -> None:
+    options = sets(run__steps=6, data__validation=0, optimizer__skips=0)
+    shoal = Apart(["train", file, "--layout", "dp=2", *options], tmp_path / "said", poison_a_gradient)
+    result = shoal.end(60)
+    assert result.code == 1
+    assert "step 4: the gradient norm is nan; nothing was updated" in result.err
+    (skipped,) = events(run, "skipped")
+    assert (skipped["step"], skipped["samples"]) == (4, list(range(72, 96)))
+
+
 def in_a_pass(fault: Callable[[], object], backward: bool = False) -> Callable[[], None]:
     """A plant of ``fault`` in a pass of rank 1 through its first feed-forward, or back through its last, in the fourth
     step."""
