@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from shoal.checkpoint import read_manifest
 from shoal.comm.world import World
