@@ -42,6 +42,7 @@ from shoal.pipeline.executor import Executor, Handlers, Stage
 from shoal.pipeline.lines import Lines
 from shoal.placement import Fragment
 
+TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _META = "engine"
 """Where the engine keeps its own numbers among those that a checkpoint remembers."""
 
@@ -174,7 +175,8 @@ class Engine:
 
         def scale() -> Tensor:
             agreed.wait()
-            return torch.where(weight > 0, self._guard.scale / weight, 0.0)
+            known = torch.where(weight > 0, self._guard.scale / weight, 0.0)
+            return torch.where(weight.isfinite(), known, torch.nan)  # of which every gradient then is
 
         contexts = self._contexts(seed=self.seed, step=self.steps_done, train=True)
         buffers = [buffer.clone() for buffer in self._buffers]
@@ -183,18 +185,22 @@ class Engine:
                 loss = self._executor.run(self._programs.train, batches, contexts, scale)
         except BaseException as error:
             self._sync.release()
+            self._put_back(buffers)
             self._cut_short = not isinstance(error, Diverged)
             raise
         agreed.wait()  # a rank without a gradient of its own has not asked for the scale
         all_reduce(loss, self._losses, "loss")
         if not self._updated:
-            for buffer, before in zip(self._buffers, buffers, strict=True):
-                buffer.copy_(before)
+            self._put_back(buffers)
         average(self._buffers, self._replicas)
         self.steps_done += 1
         counted = weight.item()
         mean = loss.item() / counted if counted else 0.0
         return StepResult(self.steps_done, mean, self._grad_norm, self._lr, counted, skipped=not self._updated)
+
+    def _put_back(self, buffers: list[Tensor]) -> None:
+        for buffer, before in zip(self._buffers, buffers, strict=True):
+            buffer.copy_(before)
 
     @property
     def skipped(self) -> int:
@@ -283,7 +289,7 @@ class Engine:
         if self._guard.exhausted:
             raise Diverged(
                 f"step {self.steps_done + 1}: the gradient norm is {self._grad_norm}; nothing was updated "
-                f"({self._guard.in_a_row} steps in a row). Go on from the last checkpoint with a lower optimizer.lr "
+                f"(step {self._guard.in_a_row} in a row). Go on from the last checkpoint with a lower optimizer.lr "
                 f"(it is {self.optimizer.lr}) or a longer warm-up"
             )
         self._lr = self._updater.update(self.rate(self.steps_done), factor) if self._updated else 0.0
@@ -332,6 +338,11 @@ def _check_module(module: nn.Module) -> None:
             raise ConfigError(f"Engine: {name} has no shape yet; run the module once before")
         if parameter.is_complex():
             raise ConfigError(f"Engine: {name} is complex; keep its real and imaginary parts as two parameters")
+        if parameter.requires_grad and parameter.dtype not in TRAINABLE:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in TRAINABLE)
+            raise ConfigError(
+                f"Engine: {name} is {parameter.dtype} and trains; keep it in one of {known}, or freeze it"
+            )
         if getattr(parameter, "main", None) is not None:
             raise ConfigError(f"Engine: {name} belongs to another engine; build another module")
     for name, child in module.named_modules():

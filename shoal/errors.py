@@ -57,5 +57,5 @@ def setting(name: str, value: object, problem: str, legal: str) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for the known name closest to ``word``, or nothing when none is close."""
-    matches = get_close_matches(word, list(known), n=1, cutoff=0.5)
+    matches = get_close_matches(word.lower(), list(known), n=1, cutoff=0.5)
     return f" (did you mean '{matches[0]}'?)" if matches else ""

@@ -96,7 +96,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(line: str, 
         assert [one.skipped for one in results] == [False, True, False, True, True]
         assert [one.step for one in results] == [1, 2, 3, 5, 6]
         assert [one.lr for one in results] == [0.1, 0.0, 0.1, 0.0, 0.0]
-        assert "step 7: the gradient norm is nan; nothing was updated (3 steps in a row)" in text
+        assert "step 7: the gradient norm is nan; nothing was updated (step 3 in a row)" in text
     found = put_together(held for _, held, _, _ in told)
     expected = put_together([weights(alone)])
     assert {name: x.item() for name, x in found.items()} == {name: x.item() for name, x in expected.items()}

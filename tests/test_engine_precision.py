@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.comm.world import World
 from shoal.config import Config, load
 from shoal.engine import Engine, StepResult
-from shoal.errors import LayoutError
+from shoal.errors import ConfigError, Diverged, LayoutError
 from shoal.layout import Layout
 from shoal.meter import Meter
 from shoal.optim.guard import INTERVAL, START, Guard
@@ -268,6 +268,13 @@ def test_a_skipped_step_leaves_buffers_as_they_were() -> None:
     assert engine.step({"inputs": torch.full((4, 2), float("nan"))}).skipped
     assert torch.equal(module[1].running_mean, before)
     assert not engine.step({"inputs": torch.randn(4, 2)}).skipped
+    before = module[1].running_mean.clone()
+    poisoned = {"inputs": torch.full((4, 2), float("nan"))}
+    for _ in range(engine.optimizer.skips):
+        engine.step(poisoned)
+    with pytest.raises(Diverged):
+        engine.step(poisoned)
+    assert torch.equal(module[1].running_mean, before)
 
 
 @pytest.mark.parametrize("line", ["dp=1", "dp=2,zero=1"])
@@ -288,7 +295,70 @@ def copied_into(world: World, line: str, dtype: str) -> float:
     return float(weight.detach().float().mean())
 
 
+def test_what_is_written_back_unchanged_costs_no_master() -> None:
+    """Weights that are clamped after each step, and loaded before a checkpoint is."""
+    config = read("optimizer.lr=1e-3", "schedule.kind=constant", "schedule.warmup=0")
+    plain, clamped = (make(World(), config, "dtype=bf16") for _ in range(2))
+    for _ in range(12):
+        train(plain, config, 1)
+        train(clamped, config, 1)
+        with torch.no_grad():
+            for parameter in clamped.task.module.parameters():
+                parameter.clamp_(-100, 100)
+    assert equal(weights(plain), weights(clamped))
+
+
+def test_what_is_copied_into_a_parameter_is_saved(tmp_path: Path) -> None:
+    config = read()
+    engine, other = (make(World(), config, "dtype=bf16") for _ in range(2))
+    with torch.no_grad():
+        for parameter in engine.task.module.parameters():
+            parameter.fill_(0.5)
+    other.load(engine.save(tmp_path))
+    assert all((one.values == 0.5).all() for one in weights(other))
+
+
+def test_a_scale_of_one_stays_one_when_a_run_goes_on() -> None:
+    guard, again = Guard(0, scaled=True), Guard(0, scaled=True)
+    while guard.scale > 1:
+        guard.passes(float("inf"))
+    again.restore(guard.state())
+    assert again.scale == 1.0
+
+
+def test_a_weight_that_is_not_finite_skips_the_step() -> None:
+    module = torch.nn.Linear(2, 1)
+    before = module.weight.detach().clone()
+    options = {"loss": lambda output, _: output.sum(), "weight": lambda batch: torch.tensor(float("inf"))}
+    engine = Engine(module, Layout(), **options)
+    assert engine.step({"inputs": torch.ones(2, 2)}).skipped
+    assert torch.equal(module.weight, before)
+
+
+def quantised(world: World, line: str) -> list[float]:
+    """A module with frozen whole numbers and a frozen float8 table."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    module[0].register_parameter("scales", torch.nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False))
+    table = torch.ones(3).to(torch.float8_e4m3fn)
+    module[1].register_parameter("table", torch.nn.Parameter(table, requires_grad=False))
+    engine = Engine(module, Layout.parse(line), loss=lambda output, _: output.sum(), world=world)
+    return [engine.step({"inputs": torch.ones(2, 4)}).loss for _ in range(2)]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_frozen_parameters_may_be_of_any_dtype(zero: int, pool: Pool) -> None:
+    (alone,) = pool.run(quantised, "dp=1", ranks=1)
+    assert pool.run(quantised, f"dp=2,zero={zero}", ranks=2) == [pytest.approx(alone)] * 2
+
+
 # ---- what is refused
+
+
+def test_a_parameter_that_no_optimizer_could_train_is_refused() -> None:
+    module = torch.nn.Linear(2, 1).to(torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match=r"weight is torch.float8_e4m3fn and trains; keep it in one of float64,"):
+        Engine(module, Layout(), loss=lambda output, _: output.sum())
 
 
 def test_verify_refuses_a_precision_in_which_nothing_would_be_proved(pool: Pool) -> None:

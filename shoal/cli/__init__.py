@@ -67,7 +67,7 @@ def _tell(error: ShoalError) -> None:
     lines = "\n".join([str(error), *getattr(error, "__notes__", ())])
     if rank:
         lines = f"rank {rank}: {lines}"
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(lines)}")
+    Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(f"[bold red]error:[/] {escape(lines)}")
 
 
 __all__ = ["app", "main"]

@@ -22,7 +22,7 @@ from shoal.report.progress import progress
 if TYPE_CHECKING:
     from shoal.train.metrics import Sink
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, soft_wrap=True, emoji=False)
 progress_bar = partial(progress, console)
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="the run file")]

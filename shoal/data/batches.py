@@ -22,7 +22,6 @@ from shoal.data.batch_size import BatchSize
 from shoal.data.hashing import derive, uniform
 from shoal.data.packing import Rows
 from shoal.data.samples import Samples
-from shoal.data.store import TokenStore
 from shoal.model.loss import IGNORED
 
 Batch = dict[str, torch.Tensor]
@@ -48,11 +47,6 @@ class Batches:
         self.samples = samples
         self._size = _size(batch)
         self._split, self._documents = split, documents
-
-    @property
-    def store(self) -> TokenStore:
-        """The first of the stores, whose tokenizer is that of all."""
-        return self.samples.stores[0]
 
     @property
     def n_samples(self) -> int:

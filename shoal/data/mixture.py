@@ -12,6 +12,8 @@ from shoal.data.hashing import derive
 from shoal.data.order import Permutation
 from shoal.data.packing import Rows, Statistics
 from shoal.data.samples import Samples
+from shoal.data.store import kept_tokenizer
+from shoal.data.tokenize import check_tokenizer
 from shoal.errors import DataError, setting
 
 BLOCK = 10_000
@@ -38,7 +40,9 @@ class Mixture:
         assert len(sources) == len(weights) > 0
         self._sources, self._seed = list(sources), seed
         self.stores = tuple(store for source in sources for store in source.stores)
-        _check_tokenizers(self)
+        if (known := kept_tokenizer(self.stores)) is not None:
+            for store in self.stores:
+                check_tokenizer(store, known, "data.sources")
         self._quotas = _quotas(weights)
         self._bounds = np.cumsum([0, *self._quotas])
         self.shares = tuple(quota / BLOCK for quota in self._quotas)
@@ -99,14 +103,3 @@ def _quotas(weights: Sequence[float]) -> list[int]:
         problem = f"less than one sample in {BLOCK}"
         raise DataError(setting(f"data.sources.{s}.weight", weights[s], problem, "leave it out, or give it more"))
     return [int(quota) for quota in quotas]
-
-
-def _check_tokenizers(mixture: Mixture) -> None:
-    first, *others = mixture.stores
-    for store in others:
-        if None not in (first.tokenizer_sha256, store.tokenizer_sha256) and (
-            first.tokenizer_sha256 != store.tokenizer_sha256
-        ):
-            problem = f"made by another tokenizer than {first.path}"
-            legal = f"make it again with --tokenizer {first.tokenizer_path}"
-            raise DataError(setting("data.sources", store.path, problem, legal))

@@ -42,30 +42,30 @@ class Permutation:
 
 
 class Order:
-    """Which window of the token store each sample of a run reads.
+    """Which of the samples that a token store is packed into each sample of a run is.
 
-    The windows are permuted once by a key that does not depend on the seed, and the last
-    ``round(validation * windows)`` places are the validation split: no seed moves a window across. The rest
+    The packed samples are permuted once by a key that does not depend on the seed, and the last
+    ``round(validation * packed)`` places are the validation split: no seed moves one across. The rest
     is permuted again for every epoch by a key of (seed, epoch), and sample g of the run is place
     ``g % n_train`` of epoch ``g // n_train``.
 
-    ``windows`` is how many the store holds, ``validation`` the fraction kept for validation, in [0, 1).
-    Raises DataError when the fraction is out of range or leaves no window for training.
+    ``packed`` is how many the store makes, ``validation`` the fraction kept for validation, in [0, 1).
+    Raises DataError when the fraction is out of range or leaves no sample for training.
     """
 
-    def __init__(self, windows: int, validation: float, seed: int) -> None:
+    def __init__(self, packed: int, validation: float, seed: int) -> None:
         if not 0 <= validation < 1:
             raise DataError(setting("data.validation", validation, "no share", "at least 0 and below 1"))
-        self.n_validation = round(validation * windows)
-        self.n_train = windows - self.n_validation
+        self.n_validation = round(validation * packed)
+        self.n_train = packed - self.n_validation
         if self.n_train < 1:
-            problem = f"leaves none of the {windows} windows for training"
+            problem = f"leaves none of the {packed} samples for training"
             raise DataError(setting("data.validation", validation, problem, "a smaller one, or more text"))
         self._seed = seed
-        self._split = Permutation(windows, derive("split"))
+        self._split = Permutation(packed, derive("split"))
 
     def train(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Windows (int64) of the training samples ``samples`` (int64, counted from 0 through all epochs)."""
+        """Packed samples (int64) of the training samples ``samples`` (int64, counted from 0 through all epochs)."""
         epochs, places = np.divmod(samples, self.n_train)
         for epoch in np.unique(epochs):
             here = epochs == epoch
@@ -74,5 +74,5 @@ class Order:
         return self._split(places)
 
     def validation(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Windows (int64) at ``places`` (int64, in [0, n_validation)) of the validation split."""
+        """Packed samples (int64) at ``places`` (int64, in [0, n_validation)) of the validation split."""
         return self._split(self.n_train + places)

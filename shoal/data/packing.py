@@ -69,9 +69,6 @@ class Statistics:
     cut: int
     left_out: int
 
-    def __add__(self, other: Statistics) -> Statistics:
-        return Statistics(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
-
 
 class Packing(Protocol):
     """The samples of one store, numbered from 0."""
@@ -86,16 +83,16 @@ class Packing(Protocol):
 
 def pack(store: TokenStore, seq_len: int, kind: Kind) -> Packing:
     """The samples of ``store``. Raises DataError when there is none, or none in which a token counts."""
-    packing: Packing = Stream(store, seq_len) if kind == "stream" else Whole(store, seq_len)
+    packing: Packing = Windows(store, seq_len) if kind == "stream" else Documents(store, seq_len)
     if len(packing) == 0:
         problem = f"no sample of {store.path} has a token that counts"
         raise DataError(setting("data.seq_len", seq_len, problem, "make the store again from text with answers in it"))
     return packing
 
 
-class Stream:
-    """Windows over the documents one behind the other: sample k covers the tokens [k T, k T + T + 1), so that no token
-    is predicted twice. With a loss mask, windows in which nothing counts are passed over.
+class Windows:
+    """Windows of the stream, documents one behind the other: sample k covers the tokens [k T, k T + T + 1), so that no
+    token is predicted twice. With a loss mask, windows in which nothing counts are passed over.
 
     Raises DataError when the store holds not one window.
     """
@@ -139,10 +136,10 @@ class Stream:
         return Statistics(len(self), positions, 0, self._counted, cut, len(self._store) - 1 - positions)
 
 
-class Whole:
+class Documents:
     """Whole documents side by side, by best fit, and padding behind them: a sample begins with a document.
 
-    A document of more than T + 1 tokens is cut, like the stream, into parts that are samples' items of their own. With
+    A document of more than T + 1 tokens is cut, like a stream, into parts that are samples' items of their own. With
     a loss mask, documents and parts in which nothing counts are left out. The same store and T give the same samples.
     """
 
@@ -151,8 +148,8 @@ class Whole:
         self._starts, self._lengths = _parts(store.documents, seq_len)
         counted = self._lengths - 1
         if store.counts is not None:
-            ends = self._starts + self._lengths
-            counted = _counted_before(store.counts, ends) - _counted_before(store.counts, self._starts + 1)
+            bounds = np.stack([self._starts + 1, self._starts + self._lengths], axis=1)
+            counted = np.diff(_counted_before(store.counts, bounds.ravel()).reshape(-1, 2))[:, 0]
         useful = counted > 0
         self._starts, self._lengths, self._counted = self._starts[useful], self._lengths[useful], counted[useful]
         # Documents of one length would go into a bin in their order: neighbours are often about the same.
@@ -208,11 +205,11 @@ def _parts(documents: _Ints, seq_len: int) -> tuple[_Ints, _Ints]:
 
 
 def _counted_before(counts: NDArray[np.uint8], places: _Ints) -> _Ints:
-    """How many tokens count before each of ``places`` (int64, any order), reading the mask once, a block at a time."""
+    """How many tokens count before each of ``places`` (int64, ascending). The mask is read once, a block at a time."""
     found, before = np.zeros(len(places), np.int64), 0
     for start in range(0, len(counts), _BLOCK):
         running = np.cumsum(counts[start : start + _BLOCK], dtype=np.int64)
-        here = (start < places) & (places <= start + len(running))
+        here = slice(*np.searchsorted(places, [start, start + len(running)], side="right"))
         found[here] = before + running[places[here] - start - 1]
         before += int(running[-1])
     return found

@@ -12,7 +12,7 @@ A folder of four or five files, numbers little endian:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -110,19 +110,14 @@ class TokenStore:
         """The name of the template that wrote its conversations; None where it holds none."""
         return None if self._meta is None else self._meta.template
 
-    @property
-    def tokenizer_sha256(self) -> str | None:
-        """The hash of the tokenizer.json that made it; None for Megatron."""
-        return None if self._meta is None else self._meta.tokenizer_sha256
-
     def as_json(self) -> dict[str, Any]:
-        """What it holds, for scripts."""
+        """What it holds, for scripts; None for what it does not record."""
         return {
             "path": str(self.path),
             "tokens": len(self),
             "documents": len(self.documents) - 1,
             "vocabulary": self.vocab,
-            "counted": self.n_counted,
+            "tokens_that_count": self.n_counted,
             "template": self.template,
             "fingerprint": self.fingerprint,
         }
@@ -164,6 +159,11 @@ class TokenStore:
         if entries > model_vocab:
             problem = f"the tokens of {self.path} need {entries} entries"
             raise DataError(setting("model.vocab", model_vocab, problem, f"at least {entries}"))
+
+
+def kept_tokenizer(stores: Iterable[TokenStore]) -> Path | None:
+    """The tokenizer of the first of the stores that keeps one; None where none does."""
+    return next((store.tokenizer_path for store in stores if store.tokenizer_path is not None), None)
 
 
 def _read_meta(path: Path) -> Meta:

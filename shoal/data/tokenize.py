@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -46,8 +46,10 @@ def train_tokenizer(corpus: Corpus, vocab: int, template: str | None = None) -> 
 
     For conversations the control tokens of ``template`` (default: chatml) come behind ``<|endoftext|>``. The same
     corpus gives the same tokenizer; a small one may give fewer entries. Raises DataError when ``vocab`` is too small
-    for bytes and special tokens, when there is no such template, and what ``Corpus.pieces`` raises.
+    for bytes and special tokens, for a template that is not known or that the corpus has no use for, and what
+    ``Corpus.pieces`` raises.
     """
+    _refuse_template(corpus, template)
     writes = find_template(template or CHATML.name, lambda _: True, END_OF_DOCUMENT)
     special = [END_OF_DOCUMENT]
     if corpus.kind == "chat":
@@ -77,6 +79,18 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise DataError(f"{path}: not a tokenizer.json of the `tokenizers` library ({error})") from None
 
 
+def check_tokenizer(store: TokenStore, known: Path, key: str, whose: str = "") -> None:
+    """Raise DataError, which names the setting ``key``, where the tokens of ``store`` are of another tokenizer than the
+    tokenizer.json ``known``: one with other entries, for how it divides text into them does not change what they are.
+    A store that keeps no tokenizer may be of any. ``whose`` says more of ``known``."""
+    path = store.tokenizer_path
+    if path is None or path.read_bytes() == known.read_bytes():
+        return
+    if load_tokenizer(path).get_vocab() != load_tokenizer(known).get_vocab():
+        problem = f"made by another tokenizer than {known}{whose}"
+        raise DataError(setting(key, store.path, problem, f"make it again with shoal data ... --tokenizer {known}"))
+
+
 def tokenize(
     corpus: Corpus,
     tokenizer: Path,
@@ -90,8 +104,8 @@ def tokenize(
 ) -> TokenStore:
     """Write the tokens of ``corpus`` to a store at ``out``, with a loss mask where it is not plain text.
 
-    ``tokenizer``        a tokenizer.json; here it neither adds tokens of its own nor truncates nor pads, and
-                         the name of a special token in a text is ordinary text
+    ``tokenizer``        a tokenizer.json; here it neither adds tokens of its own nor truncates nor pads, and in a
+                         text the name of a special token, or of one that ends documents or messages, is ordinary text
     ``end_of_document``  name or id of one of its tokens, which follows each document; conversations end with the token
                          of their template
     ``template``         name of the one that writes conversations; default: what the tokenizer has the tokens of
@@ -100,7 +114,8 @@ def tokenize(
     ``progress``         called as the work proceeds with (bytes done, bytes in all)
 
     Raises DataError when ``out`` exists and may not be overwritten, for a bad tokenizer, template or end of document,
-    for what ``Corpus.pieces`` refuses, and when no token would count; nothing is left at ``out`` then.
+    for a tokenizer that makes a control token of a message's text, for what ``Corpus.pieces`` refuses, and when no
+    token would count; nothing is left at ``out`` then.
     """
     check_free(out, overwrite=overwrite)
     loaded = load_tokenizer(tokenizer)
@@ -109,6 +124,7 @@ def tokenize(
     eod = _token_id(loaded, end_of_document if writes is None else writes.end, tokenizer)
     control = {name: _token_id(loaded, name, tokenizer) for name in (writes.tokens if writes else ())}
     encode = _Encode(tokenizer.resolve(), tokenizer.stat().st_mtime_ns, eod, control)
+    _check_text_stays_text(encode.encoder, control, tokenizer)
     workers = min(workers or os.cpu_count() or 1, 1 + corpus.size // _WORKER_BYTES)
     name = writes.name if writes is not None and corpus.kind == "chat" else None
     with write_store(
@@ -127,9 +143,8 @@ def _template(
     corpus: Corpus, tokenizer: Tokenizer, name: str | None, end_of_document: str | int, path: Path
 ) -> Template | None:
     """What writes the documents of a corpus that is not plain text."""
+    _refuse_template(corpus, name)
     if corpus.kind == "text":
-        if name is not None:
-            raise DataError(setting("--template", name, "plain text has no conversations to write", "leave it out"))
         return None
 
     def has(token: str) -> bool:
@@ -139,6 +154,24 @@ def _template(
     if isinstance(end, int):
         end = str(tokenizer.id_to_token(_token_id(tokenizer, end, path)))
     return find_template(name, has, end) if corpus.kind == "chat" else plain(end)
+
+
+def _refuse_template(corpus: Corpus, name: str | None) -> None:
+    if name is not None and corpus.kind != "chat":
+        what = "plain text has" if corpus.kind == "text" else "prompts and completions have"
+        raise DataError(setting("--template", name, f"{what} no conversations to write", "leave it out"))
+
+
+def _check_text_stays_text(encoder: Tokenizer, control: Mapping[str, int], path: Path) -> None:
+    """Raise DataError where ``encoder`` makes a control token of text, so that a message could forge a turn: the token
+    is in the vocabulary of its model, not only among the added ones."""
+    for name, token in control.items():
+        for words in (encoder.decode([token], skip_special_tokens=False), name):
+            texts = (words, f"x{words}x", f"\n{words}\n")
+            if any(token in encoder.encode(text, add_special_tokens=False).ids for text in texts):
+                problem = f"the text {words!r} in a message would become the control token {name} and forge a turn"
+                legal = f"keep {name} among added_tokens alone, or choose another --template or --end-of-document"
+                raise DataError(f"{path}: {problem}; {legal}")
 
 
 @dataclass(frozen=True)
@@ -161,10 +194,13 @@ class _Encode:
     eod: int
     control: dict[str, int]
 
+    @property
+    def encoder(self) -> Tokenizer:
+        return _encoder(self.tokenizer, self.modified_ns, frozenset((self.eod, *self.control.values())))
+
     def __call__(self, pieces: list[Piece]) -> _Encoded:
-        tokenizer = _encoder(self.tokenizer, self.modified_ns)
         arrays, ends, at = [], [], 0
-        encodings = tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
+        encodings = self.encoder.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
         for piece, encoding in zip(pieces, encodings, strict=True):
             ids = encoding.ids
             if piece.then is not None:
@@ -180,9 +216,12 @@ class _Encode:
 
 
 @lru_cache(maxsize=1)
-def _encoder(path: Path, modified_ns: int) -> Tokenizer:
+def _encoder(path: Path, modified_ns: int, control: frozenset[int]) -> Tokenizer:
     """The tokenizer as a plain function of the text, loaded once a process, and again if the file changed."""
     tokenizer = load_tokenizer(path)
+    # What is special is not looked for in text, and not every file says so of all control tokens.
+    added = tokenizer.get_added_tokens_decoder()
+    tokenizer.add_special_tokens([token.content for id_, token in added.items() if id_ in control])
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True

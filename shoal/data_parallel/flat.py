@@ -8,6 +8,8 @@ from torch import Tensor
 from shoal.data_parallel.buckets import Bucket
 from shoal.errors import ConfigError
 
+HALVES = (torch.bfloat16, torch.float16)
+
 
 class Flat:
     """``params`` and ``grads`` are the whole bucket, flat; ``own_params``, ``own_grads``, ``masters`` and the
@@ -37,7 +39,7 @@ class Flat:
         self.bucket = bucket
         undivided = len(bucket.shard) == 1
         self.keep_params, self.keep_grads = keep_params or undivided, keep_grads or undivided
-        wide = torch.promote_types(bucket.dtype, torch.float32)
+        wide = torch.float32 if bucket.dtype in HALVES else bucket.dtype
         self.grad_dtype = bucket.dtype if half_grads else wide
         self.mixed = trains and wide != bucket.dtype
         self.buffered = trains and not (bucket.alone and self.grad_dtype == bucket.dtype)
@@ -78,13 +80,15 @@ class Flat:
             self.own_params.copy_(self.masters)
 
     def adopt(self) -> None:
-        """What somebody has copied into a parameter meanwhile is what its master is from here on."""
+        """What somebody has copied into a parameter meanwhile is what its master is from here on. A master that rounds
+        to what is there already stays as it is."""
         if not self.mixed or (seen := self._seen()) == self._versions:
             return
         for (_, start, stop), was, now in zip(self.bucket.slots, self._versions, seen, strict=True):
             first, last = max(start, self.bucket.low), min(stop, self.bucket.high)
             if was != now and first < last and is_open(self.params):
-                self.masters[first - self.bucket.low : last - self.bucket.low].copy_(self.params[first:last])
+                there, master = self.params[first:last], self.masters[first - self.bucket.low : last - self.bucket.low]
+                master.copy_(torch.where(there == master.to(there.dtype), master, there.to(master.dtype)))
         self._versions = seen
 
     def _seen(self) -> list[int]:

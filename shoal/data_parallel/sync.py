@@ -218,6 +218,8 @@ class Sync:
 
     def weights(self) -> Iterator[Fragment]:
         """What this rank holds of every weight, frozen ones too."""
+        for flat in self.flats:
+            flat.adopt()
         for one in self.frozen:
             yield from one.fragments("weight", one.parameter.detach())
         for flat in (*self.flats, *self.frozen_flats):

@@ -210,12 +210,12 @@ class ZeroThree(Zero):
 
 class _Faces:
     """What the parameters of a divided bucket look like from outside: views of the whole while there is a whole; else
-    NaN, since nothing is behind the views, and reading that would be an accident."""
+    NaN (zero in whole numbers), since nothing is behind the views, and reading that would be an accident."""
 
     def __init__(self, flat: Flat) -> None:
         self._parameters = [] if flat.keep_params else [slot.held.parameter for slot in flat.bucket.slots]
         self._views = [parameter.data for parameter in self._parameters]
-        self._nothing = [p.new_full((), float("nan"), requires_grad=False).expand(p.shape) for p in self._parameters]
+        self._nothing = [_nothing(parameter) for parameter in self._parameters]
         self.hide()
 
     def show_whole(self) -> None:
@@ -225,3 +225,9 @@ class _Faces:
     def hide(self) -> None:
         for parameter, nothing in zip(self._parameters, self._nothing, strict=True):
             parameter.data = nothing
+
+
+def _nothing(parameter: Tensor) -> Tensor:
+    """NaN, or zero in what has none, in the form of ``parameter``."""
+    value = torch.tensor(float("nan") if parameter.is_floating_point() else 0.0)
+    return value.to(parameter.device, parameter.dtype).expand(parameter.shape)

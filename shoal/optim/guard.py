@@ -45,11 +45,11 @@ class Guard:
 
     def state(self) -> dict[str, float]:
         """What :meth:`restore` goes on from."""
-        return {"skipped": self.skipped, "in_a_row": self.in_a_row, "scale": self.scale, "finite": self._finite}
+        counts: dict[str, float] = {"skipped": self.skipped, "in_a_row": self.in_a_row}
+        return counts | ({"scale": self.scale, "finite": self._finite} if self._scaled else {})
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Go on where :meth:`state` was taken; from the start where it is empty. A scale is that of fp16 alone."""
         self.skipped, self.in_a_row = int(state.get("skipped", 0)), int(state.get("in_a_row", 0))
-        usable = self._scaled and state.get("scale", 1.0) > 1
-        self.scale = state["scale"] if usable else START if self._scaled else 1.0
-        self._finite = int(state["finite"]) if usable else 0
+        if self._scaled:
+            self.scale, self._finite = state.get("scale", START), int(state.get("finite", 0))

@@ -24,7 +24,8 @@ _SAMPLE_TOKENS = 60
 
 @dataclass
 class Contents:
-    """``facts`` about the thing at ``path``; ``tensors`` maps names to full shapes; ``text`` is a piece of a store."""
+    """``facts`` about the thing at ``path``, None where one is not recorded; ``tensors`` maps names to full shapes;
+    ``text`` is a piece of a store."""
 
     path: Path
     kind: str
@@ -38,7 +39,8 @@ class Contents:
     def table(self) -> RenderableType:
         facts = Table(title=f"{self.kind} {escape(str(self.path))}", title_justify="left", show_header=False, box=None)
         for name, value in self.facts.items():
-            facts.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else escape(str(value)))
+            shown = "not recorded" if value is None else f"{value:,}" if isinstance(value, int) else escape(str(value))
+            facts.add_row(name.replace("_", " "), shown)
         parts: list[RenderableType] = [facts]
         if self.tensors:
             weights = Table("weight", "shape", "elements", box=None, pad_edge=False)
@@ -68,15 +70,8 @@ def _store(path: Path, verify: Progress | None) -> Contents:
     store = TokenStore.open(path)
     if verify is not None:
         store.verify(verify)
-    facts = {
-        "tokens": len(store),
-        "documents": len(store.documents) - 1,
-        "vocabulary": store.vocab if store.vocab is not None else "not recorded",
-        "tokens_that_count": store.n_counted,
-        "token_type": str(store.tokens.dtype),
-        "fingerprint": store.fingerprint,
-        "checksums": _checked(verify),
-    }
+    facts = {**store.as_json(), "token_type": str(store.tokens.dtype), "checksums": _checked(verify)}
+    del facts["path"]
     text = None
     if store.tokenizer_path is not None:
         text = load_tokenizer(store.tokenizer_path).decode(store.tokens[:_SAMPLE_TOKENS].tolist())

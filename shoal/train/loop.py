@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,17 @@ from shoal.comm.collectives import all_reduce
 from shoal.comm.world import World
 from shoal.config import Config, toml
 from shoal.data.batches import Batch, Batches, batch_hash
+from shoal.data.store import kept_tokenizer
 from shoal.data.tokenize import load_tokenizer
 from shoal.engine import Engine
 from shoal.errors import Stopped
 from shoal.layout import Layout
-from shoal.model.generate import generate
-from shoal.train.folder import TOKENIZER, run_folder
+from shoal.train.folder import COMPANIONS, TOKENIZER, run_folder
 from shoal.train.metrics import Sink, open_sinks
-from shoal.train.resume import advice, find_start, last_step, remember
-from shoal.train.samples import parts_of
-from shoal.train.setup import Source, batch_size, make_engine, make_model, open_data
+from shoal.train.resume import advice, find_newest, last_step, remember
+from shoal.train.samples import open_splits, parts_of
+from shoal.train.setup import Source, batch_size, make_engine, make_model
+from shoal.train.speak import Prompt, pieces
 from shoal.train.start import keep_companions
 
 
@@ -47,18 +49,19 @@ class _Run:
     def __init__(self, world: World, config: Config, layout: Layout, watch: Callable[[], Sequence[Sink]]) -> None:
         self.world, self.config = world, config
         self.folder = run_folder(config)
-        self.source, self.size = open_data(config), batch_size(config)
-        self.validation = _validation(config)
+        self.source, self.validation = open_splits(config)
+        self.size = batch_size(config)
         self.engine: Engine = make_engine(config, layout, world)
         self.steps = last_step(config)
         self.memory = remember(config, self.source)
         self.sinks: list[Sink] = []
-        self._resume()
+        continues = self._resume()
         if world.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "run.toml").write_text(toml(config), encoding="utf-8")
             _keep_tokenizer(self.source, self.folder)
-            keep_companions(config, self.folder)
+            if not continues:
+                keep_companions(config, self.folder)
             self.sinks = [*open_sinks(config, self.folder), *watch()]
 
     def train(self) -> dict[str, Any]:
@@ -96,7 +99,7 @@ class _Run:
                 values["hash"] = self._global_hash(batch)
             self._tell("step", **values)
             if result.skipped:
-                lost = self.source.batch(step)["sample"].tolist()
+                lost = list(range(before, before + samples))
                 self._tell("skipped", step=result.step, so_far=engine.skipped, samples=lost)
             if _due(config.evaluation.every, result.step, self.steps):
                 loss = self._evaluate()
@@ -127,33 +130,34 @@ class _Run:
         path = self.engine.save(self.folder, self.memory, keep=self.config.checkpoint.keep)
         self._tell("checkpoint", step=self.engine.steps_done, path=str(path))
 
-    def _resume(self) -> None:
+    def _resume(self) -> bool:
         """Continue from the newest checkpoint of the run's folder, if it is one of the same run, or begin with the
-        weights that the run file names."""
-        found = find_start(self.config, self.source)
+        weights that the run file names; returns whether it continues."""
+        found = find_newest(self.config, self.source)
         if found is not None:
             with advice(found):
                 self.engine.load(found)
         elif self.config.checkpoint.start is not None:
             self.engine.load(self.config.checkpoint.start, states=False)
+        return found is not None
 
     def _sample(self) -> None:
         """Let the trained model speak, where the run file gives it a beginning."""
-        prompt, path = self.config.run.sample, self.folder / TOKENIZER
-        if not prompt:
+        text, path = self.config.run.sample, self.folder / TOKENIZER
+        if not text:
             return
         # The first rank alone needs to see the tokenizer's file.
         tokenizer = load_tokenizer(path) if self.world.rank == 0 and path.exists() else None
-        ids = tokenizer.encode(prompt, add_special_tokens=False).ids if tokenizer else []
-        told = json.loads(self.world.hear_first(json.dumps([ids, tokenizer.get_vocab_size() if tokenizer else 0])))
-        if told[0]:
-            shape, count = self.config.model, self.config.run.sample_tokens
-            if shape.positions == "learned":  # the last token that is drawn needs no position
-                count = min(count, shape.max_positions - len(told[0]) + 1)
-            drawn = generate(self.engine.decoding(), told[0], tokens=count, known=told[1])
-            said = list(drawn)
-            if tokenizer is not None:
-                self._tell("sample", prompt=prompt, text=tokenizer.decode(said))
+        asked = None if tokenizer is None else asdict(Prompt.of(text, tokenizer, self.folder / COMPANIONS))
+        heard = json.loads(self.world.hear_first(json.dumps(asked)))
+        if heard is None or not heard["ids"]:
+            return
+        prompt, shape, count = Prompt(**heard), self.config.model, self.config.run.sample_tokens
+        if shape.positions == "learned":  # the last token that is drawn needs no position
+            count = min(count, shape.max_positions - len(prompt.ids) + 1)
+        said = list(prompt.continued(self.engine.decoding(), tokens=count))
+        if tokenizer is not None:
+            self._tell("sample", prompt=text, text="".join(pieces(iter(said), tokenizer)))
 
     def _start_values(self) -> dict[str, Any]:
         return {
@@ -182,17 +186,11 @@ class _Run:
             raise Stopped("standard output was closed, so nobody could see how the run goes on") from None
 
 
-def _validation(config: Config) -> Source | None:
-    if config.data.source == "tokens" and config.data.validation == 0:
-        return None
-    return open_data(config, "validation")
-
-
 def _keep_tokenizer(source: Source, folder: Path) -> None:
     """A copy beside the checkpoints, so that text can be generated from the folder alone."""
-    if isinstance(source, Batches) and source.store.tokenizer_path is not None:
+    if isinstance(source, Batches) and (kept := kept_tokenizer(source.samples.stores)) is not None:
         with suppress(shutil.SameFileError):
-            shutil.copyfile(source.store.tokenizer_path, folder / TOKENIZER)
+            shutil.copyfile(kept, folder / TOKENIZER)
 
 
 def _due(every: int, step: int, last: int) -> bool:

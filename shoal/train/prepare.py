@@ -17,8 +17,9 @@ from shoal.data.store_writer import check_free
 from shoal.data.tokenize import END_OF_DOCUMENT, tokenize, train_tokenizer
 from shoal.errors import DataError, setting
 from shoal.train.metrics import check_packages
-from shoal.train.resume import find_start
-from shoal.train.setup import Source, open_data
+from shoal.train.resume import find_newest
+from shoal.train.samples import open_splits
+from shoal.train.setup import Source
 from shoal.train.start import check_start, tokenizer_of
 
 Progress = Callable[[str, int, int], None]
@@ -27,17 +28,18 @@ Progress = Callable[[str, int, int], None]
 
 def prepare(config: Config, progress: Progress, *, fresh: bool = False) -> None:
     """Find whatever would fail later, before anything of the run is written: see :func:`prepare_data`,
-    :func:`~shoal.train.resume.find_start` unless the run starts ``fresh``, and :func:`~shoal.train.start.check_start`.
+    :func:`~shoal.train.resume.find_newest` unless the run starts ``fresh``, and :func:`~shoal.train.start.check_start`
+    where that finds nothing to go on from.
 
     Raises a :class:`~shoal.errors.ShoalError`.
     """
     check_packages(config)
-    source = prepare_data(config, progress)
-    if fresh or find_start(config, source) is None:
+    source = prepare_data(config, progress, fresh=fresh)
+    if fresh or find_newest(config, source) is None:
         check_start(config, source)
 
 
-def prepare_data(config: Config, progress: Progress) -> Source:
+def prepare_data(config: Config, progress: Progress, *, fresh: bool = False) -> Source:
     """The training samples. Makes the token store if it is missing and the run file names a text, with the tokenizer of
     the weights that the run begins with; checks the store, its checksums and its vocabulary.
 
@@ -45,10 +47,10 @@ def prepare_data(config: Config, progress: Progress) -> Source:
     """
     data = config.data
     if data.source == "tokens":
-        given, end = tokenizer_of(config)
         for number, path in enumerate(data.stores):
             if path.exists() or index_path(path).exists():
                 continue
+            given, end = tokenizer_of(config, fresh=fresh)
             if data.text is None:
                 name, or_ = ("data.path", ", or name the text as data.text")
                 if data.sources:
@@ -61,10 +63,8 @@ def prepare_data(config: Config, progress: Progress) -> Source:
                 data.text, path, tokenizer=given, vocab=vocab, separator=data.separator, end_of_document=end,
                 progress=progress,
             )  # fmt: skip
-    source = open_data(config)
+    source, _ = open_splits(config)
     if isinstance(source, Batches):
-        if data.validation:
-            open_data(config, "validation")
         for store in source.samples.stores:
             store.verify(partial(progress, f"checking {store.path}"))
     return source

@@ -25,11 +25,12 @@ KEPT = (
     "data.packing",
     "data.validation",
     "data.documents",
-    *(f"model.{key}" for key in Model.model_fields if key != "dropout"),
+    *(f"model.{key}" for key in Model.model_fields if key not in ("dropout", "z_loss")),
     "optimizer.name",
 )
 """Settings that must not change between the parts of a run: with another it would see other samples, or its weights
-and states would not fit. The layout may change, and so may the length of the run and the learning rate."""
+and states would not fit. The layout may change, and so may the length of the run, the learning rate, and what of the
+model says only how it is trained."""
 
 
 def remember(config: Config, source: Source) -> dict[str, Any]:
@@ -42,8 +43,8 @@ def remember(config: Config, source: Source) -> dict[str, Any]:
     }
 
 
-def find_start(config: Config, source: Source) -> Path | None:
-    """The checkpoint from which the run goes on; None where its folder holds none.
+def find_newest(config: Config, source: Source) -> Path | None:
+    """The newest checkpoint of the run, from which it goes on; None where its folder holds none.
 
     Reads the manifest, not the weights. Raises :class:`CheckpointError` when it is damaged, was made under another
     setting that must stay, or is past the last step.

@@ -1,4 +1,4 @@
-"""What training would read, to look at: the documents of a token store, or the samples of a step of a run."""
+"""The samples that a run reads: to train and validate on, and to look at."""
 
 from __future__ import annotations
 
@@ -11,9 +11,22 @@ from shoal.data.megatron import index_path
 from shoal.data.spans import Look, Part, Reader
 from shoal.data.store import TokenStore
 from shoal.errors import ConfigError, DataError, setting
-from shoal.train.setup import Source, open_data
+from shoal.train.setup import Source, batch_size, open_data, open_samples
 
 _DOCUMENT_TOKENS = 1000
+
+
+def open_splits(config: Config) -> tuple[Source, Source | None]:
+    """The training samples, and those of the validation split, None where nothing is kept for it. Stores are opened
+    and packed once for both. Raises :class:`~shoal.errors.DataError`."""
+    data = config.data
+    if data.source == "synthetic":
+        return open_data(config), open_data(config, "validation")
+    samples = open_samples(config, "validation" if data.validation else "train")
+    train = Batches(samples, batch=batch_size(config), documents=data.documents)
+    if not data.validation:
+        return train, None
+    return train, Batches(samples, batch=data.batch, split="validation", documents=data.documents)
 
 
 def look(path: Path, count: int, step: int | None = None) -> Look:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,38 @@ from shoal.local import allot, lay_out
 from shoal.mesh import Grid
 from shoal.model.context import check_room
 from shoal.model.decoder import Decoder
-from shoal.model.generate import decoding, generate
+from shoal.model.generate import Decode, decoding, generate
 from shoal.model.hf import end_tokens
 from shoal.tensor.whole import Whole
 from shoal.train.folder import COMPANIONS, TOKENIZER
 from shoal.train.setup import make_model
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text as a model takes it: its tokens ``ids``, any of ``stops`` ends what follows, and only the first ``known``
+    entries of the vocabulary can."""
+
+    ids: list[int]
+    stops: list[int]
+    known: int
+
+    @staticmethod
+    def of(text: str, tokenizer: Tokenizer, companions: Path) -> Prompt:
+        """``companions`` is the folder of what a Hugging Face folder has besides weights, which need not exist."""
+        ids = tokenizer.encode(text).ids  # an imported tokenizer may put a token of its own before a text
+        end = tokenizer.token_to_id(END_OF_DOCUMENT)
+        stops = end_tokens(companions) or ({end} if end is not None else set())
+        return Prompt(ids, sorted(stops), 1 + max(tokenizer.get_vocab().values()))
+
+    def continued(
+        self, decode: Decode, *, tokens: int, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+    ) -> Iterator[int]:
+        """Up to ``tokens`` tokens that follow, as :func:`~shoal.model.generate.generate` draws them."""
+        drawn = generate(
+            decode, self.ids, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, known=self.known
+        )
+        return takewhile(lambda token: token not in self.stops, drawn)
 
 
 def load_model(path: Path) -> Decoder:
@@ -56,25 +84,16 @@ def speak(
     if not tokenizer_path.exists():
         raise CheckpointError(f"{tokenizer_path}: missing; text needs the tokenizer the model was trained with")
     tokenizer = load_tokenizer(tokenizer_path)
-    ids = tokenizer.encode(prompt).ids  # an imported tokenizer may put a token of its own before a text
-    if not ids:
+    asked = Prompt.of(prompt, tokenizer, found.parent / COMPANIONS)
+    if not asked.ids:
         raise ConfigError(setting("--prompt", repr(prompt), "no tokens in it", 'give some text, such as "In the"'))
-    stops = end_tokens(found.parent / COMPANIONS) or {tokenizer.token_to_id(END_OF_DOCUMENT)}
     model = load_model(found)
-    check_room(model.shape, len(ids) + tokens - 1)
-    drawn = generate(
-        decoding(model),
-        ids,
-        tokens=tokens,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-        known=1 + max(tokenizer.get_vocab().values()),
-    )
-    return _pieces(takewhile(lambda token: token not in stops, drawn), tokenizer)
+    check_room(model.shape, len(asked.ids) + tokens - 1)
+    drawn = asked.continued(decoding(model), tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    return pieces(drawn, tokenizer)
 
 
-def _pieces(drawn: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
+def pieces(drawn: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
     """The text of the tokens, as far as it is certain."""
     said: list[int] = []
     shown = ""

@@ -9,12 +9,11 @@ from shoal import checkpoint
 from shoal.checkpoint.whole import WholeTensors
 from shoal.config import Config
 from shoal.data.batches import Batches
-from shoal.data.store import TokenStore
-from shoal.data.tokenize import END_OF_DOCUMENT, load_tokenizer
-from shoal.errors import CheckpointError, DataError, setting
+from shoal.data.tokenize import END_OF_DOCUMENT, check_tokenizer, load_tokenizer
+from shoal.errors import CheckpointError, setting
 from shoal.model.hf import COMPANIONS as FILES
 from shoal.model.hf import Weights, end_tokens, inside, is_folder, logical_shapes
-from shoal.train.folder import COMPANIONS, TOKENIZER
+from shoal.train.folder import COMPANIONS, TOKENIZER, run_folder
 from shoal.train.setup import Source
 
 
@@ -35,16 +34,20 @@ def check_start(config: Config, source: Source) -> None:
             )
     known = _home(start) / TOKENIZER
     if isinstance(source, Batches) and known.exists():
+        key = "data.sources" if config.data.sources else "data.path"
         for store in source.samples.stores:
-            _check_tokenizer(store, known)
+            check_tokenizer(store, known, key, ", with which the weights were trained")
 
 
-def tokenizer_of(config: Config) -> tuple[Path | None, str]:
+def tokenizer_of(config: Config, *, fresh: bool = False) -> tuple[Path | None, str]:
     """The tokenizer of the weights that the run begins with, None where there is none, and the token that ends a
-    document of the run's own text."""
-    start = config.checkpoint.start
-    path = None if start is None else _home(start) / TOKENIZER
-    if start is None or path is None or not path.is_file():
+    document of the run's own text. Unless it starts ``fresh``, a run that has saved something has a copy of them."""
+    if (start := config.checkpoint.start) is None:
+        return None, END_OF_DOCUMENT
+    if not fresh and checkpoint.latest(run_folder(config)) is not None:
+        start = run_folder(config)
+    path = _home(start) / TOKENIZER
+    if not path.is_file():
         return None, END_OF_DOCUMENT
     ends = end_tokens(_companions(start))
     end = load_tokenizer(path).id_to_token(min(ends)) if ends else None
@@ -52,7 +55,8 @@ def tokenizer_of(config: Config) -> tuple[Path | None, str]:
 
 
 def keep_companions(config: Config, folder: Path) -> None:
-    """Copy what lies beside the weights to the run's ``folder``: tokenizer and the files of a Hugging Face folder."""
+    """Copy what lies beside the weights that the run begins with to its ``folder``: tokenizer and the files of a
+    Hugging Face folder. Once it has a checkpoint of its own, the run needs nothing of where they lay."""
     if (start := config.checkpoint.start) is None:
         return
     home = _home(start)
@@ -85,12 +89,3 @@ def _shapes(start: Path) -> dict[str, tuple[int, ...]]:
         return Weights(start).shapes
     found = checkpoint.resolve(start)
     return WholeTensors(found, checkpoint.read_manifest(found)).shapes
-
-
-def _check_tokenizer(store: TokenStore, known: Path) -> None:
-    path = store.tokenizer_path
-    if path is None or path.read_bytes() == known.read_bytes():
-        return
-    if load_tokenizer(path).get_vocab() != load_tokenizer(known).get_vocab():
-        problem = f"its tokens are of another tokenizer than {known}, with which the weights were trained"
-        raise DataError(setting("data.path", store.path, problem, f"make it with shoal data ... --tokenizer {known}"))

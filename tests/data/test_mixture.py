@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +12,9 @@ import torch
 from shoal.data.batches import Batches, batch_hash
 from shoal.data.mixture import BLOCK, Mixture
 from shoal.data.samples import StoreSamples
-from shoal.data.store import TokenStore
+from shoal.data.store import TokenStore, kept_tokenizer
 from shoal.data.store_writer import write_store
+from shoal.data.tokenize import byte_tokenizer
 from shoal.errors import DataError
 from shoal.model.loss import IGNORED
 
@@ -27,6 +29,14 @@ def store_of(folder: Path, first: int, windows: int, tokenizer: str = "{}") -> T
     with write_store(folder / "s", tokenizer=folder / "t.json", vocab=60_000, eod=0) as writer:
         writer.append(np.arange(first, first + n), np.array([n]))
     return TokenStore.open(folder / "s")
+
+
+def megatron_of(stem: Path, tokens: int) -> TokenStore:
+    """A pair of files in Megatron's format, which keeps no tokenizer."""
+    stem.with_suffix(".bin").write_bytes(np.arange(tokens).astype("<u2").tobytes())
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 1, 2)
+    stem.with_suffix(".idx").write_bytes(header + struct.pack("<iqqq", tokens, 0, 0, 1))
+    return TokenStore.open(stem)
 
 
 FIRSTS, WINDOWS = (0, 10_000, 20_000), (7, 40, 300)
@@ -121,7 +131,31 @@ def test_a_weight_too_small_to_be_read_is_refused(stores: list[TokenStore]) -> N
         mixture(stores, (1, 1e-5, 1))
 
 
-def test_sources_of_several_tokenizers_are_refused(stores: list[TokenStore], tmp_path: Path) -> None:
-    other = store_of(tmp_path / "other", 0, 9, tokenizer="{ }")
-    with pytest.raises(DataError, match=r"data\.sources = .*other.*: made by another tokenizer than .*; make it again"):
-        mixture([stores[0], other], (1, 1))
+def tokenizer_json(*more: str, note: str = "") -> str:
+    """The bytes and some tokens; ``note`` is white space that changes nothing."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(list(more))
+    return tokenizer.to_str() + note
+
+
+def test_sources_of_several_tokenizers_are_refused_wherever_they_stand(tmp_path: Path) -> None:
+    ours, other = (
+        store_of(tmp_path / name, 0, 9, tokenizer=tokenizer_json(*more)) for name, more in (("a", ()), ("b", ("<x>",)))
+    )
+    unknown = megatron_of(tmp_path / "unknown", 40)
+    message = r"data\.sources = .*b.s: made by another tokenizer than .*a.s.tokenizer\.json; make it again with"
+    for stores in ([ours, other], [unknown, ours, other], [ours, unknown, other], [unknown, ours, ours, other]):
+        with pytest.raises(DataError, match=message):
+            mixture(stores, [1] * len(stores))
+
+
+def test_tokenizers_are_the_same_when_their_entries_are(tmp_path: Path) -> None:
+    """A file may say the same in other bytes; and a store that keeps no tokenizer is trusted."""
+    one, same = (
+        store_of(tmp_path / name, 0, 9, tokenizer=tokenizer_json(note=note)) for name, note in (("a", ""), ("b", "\n"))
+    )
+    assert one.tokenizer_path is not None
+    assert same.tokenizer_path is not None
+    assert one.tokenizer_path.read_bytes() != same.tokenizer_path.read_bytes()
+    mixed = mixture([megatron_of(tmp_path / "unknown", 40), one, same], (1, 1, 1))
+    assert kept_tokenizer(mixed.stores) == one.tokenizer_path

@@ -108,7 +108,7 @@ def test_a_share_outside_its_range_is_refused_by_name(share: float) -> None:
 
 
 def test_a_share_that_leaves_nothing_to_train_on_is_refused() -> None:
-    with pytest.raises(DataError, match=r"data\.validation = 0\.9: leaves none of the 2 windows"):
+    with pytest.raises(DataError, match=r"data\.validation = 0\.9: leaves none of the 2 samples for training"):
         Order(2, 0.9, 0)
 
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -114,6 +116,30 @@ def test_a_stream_passes_over_windows_in_which_nothing_counts(
     assert rows.tokens[:, 0].tolist() == [k * seq_len for k in kept]
     assert (rows.counts == counts[rows.tokens]).all()
     assert packing.statistics.counted == sum(counts[k * seq_len + 1 : (k + 1) * seq_len + 1].sum() for k in kept)
+
+
+class Watched(np.ndarray):
+    """A mask that notes which slices of it are read."""
+
+    read: list[tuple[int, int]]
+
+    def __getitem__(self, key: Any) -> Any:
+        self.read.append((key.start, key.stop))
+        return np.asarray(self)[key]
+
+
+@pytest.mark.parametrize("kind", ["stream", "documents"])
+def test_packing_reads_the_mask_once_a_block_at_a_time(
+    tmp_path: Path, kind: Literal["stream", "documents"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing_module, "_BLOCK", 10)
+    store = store_of(tmp_path, [3, 20, 1, 2, 9], np.arange(35) % 3 > 0)
+    assert store.counts is not None
+    mask = np.array(store.counts).view(Watched)
+    mask.read = []
+    packing = pack(replace(store, counts=mask), 4, kind)
+    assert mask.read == [(0, 10), (10, 20), (20, 30), (30, 40)]
+    assert packing.statistics.counted == pack(store, 4, kind).statistics.counted > 0
 
 
 def test_a_stream_counts_the_documents_that_it_cuts(tmp_path: Path) -> None:

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import json
+import struct
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
 
+import numpy as np
 import pytest
+import torch
 from whole_runs import Shoal, events, make_store, refused, sets
 
 from shoal import config as configuration
-from shoal.data.batches import Batches
+from shoal.comm.world import World
+from shoal.data import samples
+from shoal.data.batches import Batch, Batches
 from shoal.data.corpus import Corpus
 from shoal.data.tokenize import tokenize, train_tokenizer
+from shoal.engine import Engine, StepResult
 from shoal.errors import LayoutError
 from shoal.layout import Layout
 from shoal.model.loss import IGNORED
+from shoal.train.loop import train
 from shoal.train.pool import Pool
+from shoal.train.prepare import prepare
+from shoal.train.samples import open_splits
 from shoal.train.setup import fit, open_data
 from shoal.train.verify import verify
 
+SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 CHAT = """
 [run]
 name = "chat"
@@ -96,6 +109,79 @@ def test_conversations_train_alike_in_one_process_and_two(shoal: Shoal, chat: Pa
     assert hashes[0] == hashes[1]
     losses = [events(folder, "evaluation")[-1]["loss"] for folder in found]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[None]:
+    """One entry for each call of ``module.name`` from now on."""
+    calls: list[None] = []
+    original = getattr(module, name)
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        calls.append(None)
+        return original(*arguments, **more)
+
+    monkeypatch.setattr(module, name, counted)
+    return calls
+
+
+def test_a_store_is_packed_once_for_training_and_validation(
+    chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the run is prepared, and in each rank."""
+    config = configuration.load(run_file(tmp_path, chat))
+    calls = counting(monkeypatch, samples, "pack")
+    prepare(config, lambda *_: None)
+    assert len(calls) == 1
+    assert train(World(), config, config.plan(), tuple)["validation_loss"] is not None
+    assert len(calls) == 2
+
+
+def test_the_splits_are_those_that_are_opened_one_by_one(chat: Path, tmp_path: Path) -> None:
+    file = run_file(tmp_path, chat)
+    for settings in ([], ["data.batch_ramp=[[1,8]]"], ["data.source=synthetic", "data.packing=stream"]):
+        config = configuration.load(file, settings)
+        both = open_splits(config)
+        for source, split in zip(both, SPLITS, strict=True):
+            assert source is not None
+            for step in (0, 1):
+                expected = open_data(config, split).batch(step)
+                assert all(torch.equal(tensor, expected[name]) for name, tensor in source.batch(step).items())
+    assert open_splits(configuration.load(file, ["data.validation=0"]))[1] is None
+
+
+def test_a_step_that_is_skipped_reads_no_more_than_another(
+    chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers of the samples are known without them."""
+    read: list[int] = []
+    batch, step = Batches.batch, Engine.step
+
+    def reading(self: Batches, number: int, part: int = 0, parts: int = 1) -> Batch:
+        read.append(number)
+        return batch(self, number, part, parts)
+
+    def skipping(self: Engine, one: Batch) -> StepResult:
+        return replace(step(self, one), skipped=self.steps_done == 2)
+
+    monkeypatch.setattr(Batches, "batch", reading)
+    monkeypatch.setattr(Engine, "step", skipping)
+    config = configuration.load(run_file(tmp_path, chat), ["data.validation=0", "data.batch_ramp=[[1,6]]"])
+    train(World(), config, config.plan(), tuple)
+    assert read == [0, 1, 2]
+    (skipped,) = events(tmp_path / "out" / "chat", "skipped")
+    assert skipped["samples"] == list(range(4, 10)) == batch(open_data(config), 1)["sample"].tolist()
+
+
+def test_the_tokenizer_of_a_run_is_that_of_the_first_store_that_keeps_one(chat: Path, tmp_path: Path) -> None:
+    unknown = tmp_path / "unknown"
+    unknown.with_suffix(".bin").write_bytes(np.arange(200, dtype="<u2").tobytes())
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 1, 2)
+    unknown.with_suffix(".idx").write_bytes(header + struct.pack("<iqqq", 200, 0, 0, 1))
+    file, stores = run_file(tmp_path, chat), f'sources = [{{path = "{unknown}"}}, {{path = "{chat}"}}]'
+    file.write_text(file.read_text().replace(f'path = "{chat}"', stores).replace("validation = 0.2", ""))
+    config = configuration.load(file, ["run.steps=1"])
+    train(World(), config, config.plan(), tuple)
+    assert (tmp_path / "out" / "chat" / "tokenizer.json").read_bytes() == (chat / "tokenizer.json").read_bytes()
 
 
 def test_every_sample_of_every_step_has_a_label_that_counts(chat: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ import pytest
 import torch
 from hf_folders import LLAMA_NAMES, TINY, VOCAB, edit_json, save_tiny, write_llama
 from safetensors.torch import load_file
+from tokenizers import processors
 from torch import Tensor
-from whole_runs import Shoal, events, make_store, sets, write_run
+from whole_runs import Shoal, events, make_store, refused, sets, write_run
 
 from shoal import checkpoint, config
 from shoal.data.corpus import Corpus
@@ -232,6 +234,57 @@ def test_a_run_may_begin_with_the_folder_itself_and_goes_on_from_its_own(
     assert model.checkpoint.start == llama
     assert steps[0]["loss"] == first
     assert (tmp_path / "in-tuned" / "hf" / "config.json").exists()
+
+
+TEXT = "In the beginning was the word. " * 90
+
+
+def test_a_run_goes_on_without_the_weights_that_it_began_with(shoal: Shoal, llama: Path, tmp_path: Path) -> None:
+    edit_json(llama / "config.json", eos_token_id=258)
+    import_hf(llama, tmp_path / "in", quiet)
+    run, text, store = tmp_path / "run.toml", tmp_path / "text.txt", tmp_path / "made.store"
+    shutil.copyfile(tmp_path / "in" / "run.toml", run)
+    text.write_text(TEXT)
+    settings = sets(data__text=text, data__path=store, data__seq_len=16, data__batch=2, run__folder=tmp_path)
+
+    def trained(step: int) -> None:
+        result = shoal("train", run, *settings, *sets(run__steps=4, run__stop=step))
+        assert (result.code, result.err) == (0, "")
+        assert len(events(tmp_path / "in-tuned", "step")) == step
+
+    trained(1)
+    shutil.rmtree(tmp_path / "in")
+    trained(2)
+    shutil.rmtree(store)
+    trained(3)
+    assert TokenStore.open(store).eod == 258, "made again with the tokenizer that the run has kept"
+    refused(shoal("train", run, *settings, "--fresh"), f"checkpoint = {tmp_path / 'in'}: no checkpoint is there")
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "tp=2"])
+def test_the_text_that_ends_a_run_is_what_generate_says(shoal: Shoal, llama: Path, tmp_path: Path, layout: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", 257)])
+    tokenizer.save(str(llama / "tokenizer.json"))
+    import_hf(llama, tmp_path / "in", quiet)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    data = sets(data__text=text, data__path=tmp_path / "made.store", data__seq_len=16, data__batch=2)
+    short = sets(run__folder=tmp_path, run__steps=1, run__sample="In the", run__sample_tokens=40)
+
+    def said(name: str) -> str:
+        command = ("train", tmp_path / "in" / "run.toml", *data, *short, *sets(run__name=name), "--layout", layout)
+        assert shoal(*command).code == 0
+        (sample,) = events(tmp_path / name, "sample")
+        assert sample["text"] == "".join(speak(tmp_path / name, "In the", tokens=40))
+        return str(sample["text"])
+
+    whole = said("whole")
+    edit_json(tmp_path / "in" / "hf" / "config.json", eos_token_id=list(range(128)))
+    ended = said("ended")
+    assert whole.startswith(ended)
+    assert not any(character.isascii() for character in ended)
+    assert len(ended) < len(whole)
 
 
 def test_a_model_from_nothing_goes_out_with_its_tokenizer(shoal: Shoal, tmp_path: Path) -> None:

@@ -189,8 +189,8 @@ def test_a_run_does_not_go_on_with_other_tokens(half: Path, shoal: Shoal, tmp_pa
     assert "trained on other tokens" in result.err
 
 
-def test_dropout_and_learning_rate_may_change(go: Go, half: Path, tmp_path: Path) -> None:
-    run = go(copied(half, tmp_path), "dp=1", model__dropout=0.0, optimizer__lr=1e-4, run__steps=12)
+def test_dropout_z_loss_and_learning_rate_may_change(go: Go, half: Path, tmp_path: Path) -> None:
+    run = go(copied(half, tmp_path), "dp=1", model__dropout=0.0, model__z_loss=1e-4, optimizer__lr=1e-4, run__steps=12)
     assert events(run, "step")[-1]["step"] == 12
 
 
