@@ -21,6 +21,8 @@ from shoal.model.roles import Role, RoleTable, logical_parts, role_of
 TABLES = ("embed", "position", "head")
 """Roles of matrices whose rows stand for tokens or positions, each by itself: no map from one space to another."""
 
+_REST = ParameterGroup(match="*")
+
 
 @dataclass(frozen=True)
 class Treatment:
@@ -70,16 +72,14 @@ class Treatments:
     def of(self, name: str, role: Role, dims: int) -> Treatment:
         """The treatment of the logical weight called ``name``: that of the first group whose pattern matches it."""
         config, (at, group) = self._config, self._group(name)
-        chosen = config.name if group is None or group.name is None else group.name
-        if chosen == "muon" and (group is None or group.name is None) and not _is_hidden(role, dims):
-            chosen = "adamw"
+        hidden = dims == 2 and role.kind not in TABLES
+        chosen = group.name or ("adamw" if config.name == "muon" and not hidden else config.name)
         if chosen == "muon" and dims != 2:
             problem = f"{name} has {dims} dims, and Muon takes matrices"
             raise ConfigError(setting(f"optimizer.groups.{at}.name", "muon", problem, "use adamw for it"))
-        decay = config.weight_decay if dims > 1 else 0.0
-        if group is None:
-            return Treatment(chosen, 1.0, decay, state_names(config, chosen))
-        decay = decay if group.weight_decay is None else group.weight_decay
+        decay = group.weight_decay
+        if decay is None:
+            decay = config.weight_decay if dims > 1 else 0.0
         return Treatment(chosen, group.lr, decay, state_names(config, chosen))
 
     def check(self, module: nn.Module, roles: RoleTable) -> None:
@@ -102,9 +102,10 @@ class Treatments:
             problem = f"its matrices have {len(dtypes)} dtypes" if dtypes else "the model has no matrix for it to train"
             raise ConfigError(setting("optimizer.name", "muon", problem, "use adamw"))
 
-    def _group(self, name: str) -> tuple[int, ParameterGroup | None]:
-        groups = enumerate(self._config.groups)
-        return next(((at, group) for at, group in groups if fnmatchcase(name, group.match)), (-1, None))
+    def _group(self, name: str) -> tuple[int, ParameterGroup]:
+        """The first group that matches, and its place among the groups; after the last, the rest."""
+        groups = (*self._config.groups, _REST)
+        return next((at, group) for at, group in enumerate(groups) if fnmatchcase(name, group.match))
 
     def _check_groups(self, names: Sequence[str]) -> None:
         used = {self._group(name)[0] for name in names}
@@ -128,10 +129,6 @@ def state_names(config: Optimizer, name: str) -> tuple[str, ...]:
             return ("momentum_buffer",)
         case _:
             return ("momentum_buffer",) if config.momentum else ()
-
-
-def _is_hidden(role: Role, dims: int) -> bool:
-    return dims == 2 and role.kind not in TABLES
 
 
 def _weights(module: nn.Module, roles: RoleTable) -> Iterator[_Weights]:
