@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -131,18 +131,22 @@ def sync_of(
     treat: Treat,
     mesh: Mesh,
     uses: Mapping[int, Sequence[str]],
+    *,
+    masters: bool = True,
 ) -> Sync:
-    """``zero`` and ``sync``: how replicas keep equal. ``uses`` names each unit's parameters."""
+    """``zero`` and ``sync``: how replicas keep equal. ``uses`` names each unit's parameters; ``masters`` says whether
+    those in half precision have float32 copies."""
     trained = [one for one in held if one.parameter.requires_grad]
     frozen = [one for one in held if not one.parameter.requires_grad]
+    sharing = replace(sharing_of(layout), masters=masters)
     match layout.zero:
         case 0:
-            return AllReduce(trained, frozen, treat, mesh, sharing_of(layout))
+            return AllReduce(trained, frozen, treat, mesh, sharing)
         case 1 | 2:
-            return Zero(trained, frozen, treat, mesh, sharing_of(layout))
+            return Zero(trained, frozen, treat, mesh, sharing)
         case _:
             resident = layout.pp > 1
-            return ZeroThree(trained, frozen, treat, mesh, sharing_of(layout), uses=uses, resident=resident)
+            return ZeroThree(trained, frozen, treat, mesh, sharing, uses=uses, resident=resident)
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,10 @@ class Optimizer(Section):
     skips: Interval = Field(
         10, description="steps in a row that may update nothing because a gradient is not finite; then the run ends"
     )
+    rounding: Literal["nearest", "stochastic"] = Field(
+        "nearest",
+        description="of bf16 weights: from float32 copies, or without any, up or down at random by how near each is",
+    )
     groups: tuple[ParameterGroup, ...] = Field((), description="a weight belongs to the first whose pattern matches")
 
 

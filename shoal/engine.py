@@ -139,8 +139,9 @@ class Engine:
         runs = tuple((unit, run_of(self.layout, self.task, unit, at)) for unit in mine)
         # Shard, and materialise by placement.
         uses = {unit: [names[parameter] for parameter in used[unit]] for unit in mine}
-        self._sync = sync_of(self.layout, held, treat, mesh, uses)
-        self._updater = Updater(self.optimizer, self._sync.runs(), self.world)
+        masters = self.optimizer.rounding == "nearest"
+        self._sync = sync_of(self.layout, held, treat, mesh, uses, masters=masters)
+        self._updater = Updater(self.optimizer, self._sync.runs(), self.world, self.seed)
         self._buffers = [buffer for _, buffer in persistent_buffers(module)]
         # The Program, and what its actions mean.
         self._interpreter = interpreter

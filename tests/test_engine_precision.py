@@ -11,7 +11,7 @@ from engine_ranks import Held, equal, put_together, weights
 from torch import Tensor
 
 from shoal.comm.world import World
-from shoal.config import Config, load
+from shoal.config import Config, Optimizer, load
 from shoal.engine import Engine, StepResult
 from shoal.errors import ConfigError, Diverged, LayoutError
 from shoal.layout import Layout
@@ -21,6 +21,7 @@ from shoal.train.pool import Pool
 from shoal.train.setup import make_engine, make_model, open_data
 from shoal.train.verify import verify
 
+ADAMW = Optimizer(lr=1e-3)
 TINY = Path(__file__).parents[1] / "runs" / "tiny.toml"
 STEPS = 6
 
@@ -182,6 +183,67 @@ def test_a_checkpoint_has_the_masters_and_goes_on_to_the_last_bit(line: str, poo
     ((loaded, _),) = pool.run(resumed, "dtype=float32", tmp_path, ranks=1)
     before = put_together(held for held, _ in again)
     assert all(torch.equal(before[name], tensor) for name, tensor in put_together([loaded]).items())
+
+
+# ---- without masters
+
+STOCHASTIC = ("optimizer.rounding=stochastic", "optimizer.lr=1e-3", "schedule.kind=constant", "schedule.warmup=0")
+
+
+def without_masters(world: World, line: str) -> tuple[list[Held], int, int, list[float]]:
+    """Weights after some steps, from a checkpoint half-way; bytes of moments; how many parameters; losses."""
+    config = read(*STOCHASTIC)
+    engine = make(world, config, line)
+    moments = sum(state.nbytes for flat in engine._sync.flats for state in flat.states.values())
+    assert all(flat.masters.data_ptr() == flat.own_params.data_ptr() for flat in engine._sync.flats)
+    losses = [one.loss for one in train(engine, config, STEPS)]
+    return weights(engine), moments, sum(p.numel() for p in engine.task.module.parameters()), losses
+
+
+@pytest.mark.parametrize("line", ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,mb=4"])
+def test_without_masters_copies_stay_equal_and_the_loss_falls_alike(line: str, pool: Pool) -> None:
+    """``put_together`` compares the copies, of norms under tensor parallelism too."""
+    config = read(*STOCHASTIC)
+    exact = [
+        one.loss for one in train(make(World(), config.model_copy(update={"optimizer": ADAMW}), "dp=1"), config, STEPS)
+    ]
+    ranks = pool.run(without_masters, f"{line},dtype=bf16", ranks=2)
+    put_together(held for held, *_ in ranks)
+    for _, moments, psi, losses in ranks:
+        assert moments == pytest.approx(8 * psi / (2 if "zero" in line else 1), rel=0.001)
+        assert losses == pytest.approx(exact, rel=5e-3)
+
+
+def test_without_masters_small_updates_are_not_lost(tmp_path: Path) -> None:
+    """The weights of norms are 1, and an update of 1e-3 is below half of bf16's step there: some move, by a step."""
+    config = read(*STOCHASTIC)
+    engine, other = (make(World(), config, "dtype=bf16") for _ in range(2))
+    exact = make(World(), config.model_copy(update={"optimizer": ADAMW}), "dtype=float32")
+    train(engine, config, 6)
+    other.load(engine.save(tmp_path))
+    for one in (engine, other, exact):
+        train(one, config, 12 - one.steps_done)
+    assert equal(weights(engine), weights(other))
+
+    def moved(one: Engine) -> float:
+        norms = [held.values for held in weights(one) if held.name.endswith("norm.weight")]
+        return float(sum((values - 1).sum() for values in norms) / sum(values.size for values in norms))
+
+    assert abs(moved(exact)) > 1e-3
+    assert moved(engine) == pytest.approx(moved(exact), rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "problem"),
+    [
+        ("float32", "adamw", "is for weights in bf16; use dtype=bf16 in the layout, or nearest"),
+        ("fp16", "adamw", "is for weights in bf16"),
+        ("bf16", "muon", "Muon works on float32 copies; use nearest"),
+    ],
+)
+def test_rounding_that_cannot_be_is_refused(dtype: str, name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"optimizer.rounding = stochastic: {problem}"):
+        make(World(), read("optimizer.rounding=stochastic", f"optimizer.name={name}"), f"dtype={dtype}")
 
 
 # ---- the scale of the loss

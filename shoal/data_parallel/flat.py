@@ -16,7 +16,8 @@ class Flat:
     optimizer's ``states`` are this rank's part of it.
 
     The optimizer works on ``masters``: the parameters themselves, or, where those are in half precision, float32 copies
-    that hold what half precision would round away (mixed precision, Micikevicius et al. 2018). Gradients add up in
+    that hold what half precision would round away (mixed precision, Micikevicius et al. 2018), unless the optimizer
+    does without (``masters`` as an argument). Gradients add up in
     float32 too, unless ``half_grads`` leaves them in the precision of the parameters.
 
     A bucket that does not train (``trains``) has parameters alone, and one whose gradients nobody shares (``grads`` is
@@ -34,6 +35,7 @@ class Flat:
         keep_params: bool,
         keep_grads: bool,
         half_grads: bool = False,
+        masters: bool = True,
         trains: bool = True,
     ) -> None:
         self.bucket = bucket
@@ -41,7 +43,7 @@ class Flat:
         self.keep_params, self.keep_grads = keep_params or undivided, keep_grads or undivided
         wide = torch.float32 if bucket.dtype in HALVES else bucket.dtype
         self.grad_dtype = bucket.dtype if half_grads else wide
-        self.mixed = trains and wide != bucket.dtype
+        self.mixed = trains and masters and wide != bucket.dtype
         self.buffered = trains and not (bucket.alone and self.grad_dtype == bucket.dtype)
         mine = slice(bucket.low, bucket.high)
         exact = self._initial(wide if self.mixed else bucket.dtype)
@@ -52,7 +54,7 @@ class Flat:
         self.masters = exact[mine].clone() if self.mixed else self.own_params
         self.grads = torch.zeros_like(self.params, dtype=self.grad_dtype) if self.buffered else self.params.new_empty(0)
         self.own_grads = self.grads[mine] if self.buffered else self.grads
-        self.states = {name: torch.zeros_like(self.masters) for name in bucket.states} if trains else {}
+        self.states = {name: torch.zeros_like(self.masters, dtype=wide) for name in bucket.states} if trains else {}
         self._versions = self._seen()
 
     def _initial(self, dtype: torch.dtype) -> Tensor:

@@ -40,6 +40,8 @@ class Sharing:
     keep_grads: bool = True
     half_grads: bool = False
     """Whether the gradients of parameters in half precision add up in that precision; else they do in float32."""
+    masters: bool = True
+    """Whether parameters in half precision have float32 copies, which the optimizer works on."""
     cap_bytes: int = BUCKET_BYTES
     """Of a bucket: as large as that if its units are not larger."""
 
@@ -106,8 +108,14 @@ class Sync:
 
     def _flat(self, bucket: Bucket, *, trains: bool = True) -> Flat:
         sharing = self._sharing
-        keep_params, keep_grads, half_grads = sharing.keep_params, sharing.keep_grads, sharing.half_grads
-        return Flat(bucket, keep_params=keep_params, keep_grads=keep_grads, half_grads=half_grads, trains=trains)
+        return Flat(
+            bucket,
+            keep_params=sharing.keep_params,
+            keep_grads=sharing.keep_grads,
+            half_grads=sharing.half_grads,
+            masters=sharing.masters,
+            trains=trains,
+        )
 
     # ---- a step, in the order in which it happens
 
@@ -214,7 +222,8 @@ class Sync:
                 start = flat.bucket.slots[first.slot].start
                 grads = partial(mains[first.slot].elements, first.start - start, last.stop - start)
             piece = first.piece if first.treatment.by_matrix else None
-            yield Run(flat.masters[run], grads, states, first.treatment, piece)
+            key = f"{flat.bucket.name}/{flat.bucket.low + first.start}"
+            yield Run(flat.masters[run], grads, states, first.treatment, piece, key)
 
     def weights(self) -> Iterator[Fragment]:
         """What this rank holds of every weight, frozen ones too."""

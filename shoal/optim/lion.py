@@ -6,18 +6,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from shoal.config import Optimizer
-from shoal.optim.runs import Run, at_once
+from shoal.optim.rounding import Rounding
+from shoal.optim.runs import Run, Work, at_once
 from shoal.optim.treatment import Treatment
 
 
 class Lion:
     """Updates runs in place: with c = β₁m + (1 − β₁)g, θ ← (1 − ηλ)θ − η·sign(c), then m ← β₂m + (1 − β₂)g."""
 
-    def __init__(self, config: Optimizer, runs: Sequence[Run]) -> None:
-        self._betas = config.lion_betas
+    def __init__(self, config: Optimizer, runs: Sequence[Run], rounding: Rounding) -> None:
+        self._betas, self._rounding = config.lion_betas, rounding
         self._alike: dict[Treatment, list[Run]] = defaultdict(list)
         for run in runs:
             self._alike[run.treatment].append(run)
@@ -26,14 +26,14 @@ class Lion:
     def update(self, lr: float, factor: float) -> None:
         """One step on the gradients times ``factor``. For a moment there is one more word for each parameter."""
         for treatment, runs in self._alike.items():
-            for together in at_once(runs):
+            for together in at_once(runs, self._rounding):
                 if together:
                     self._step(together, lr * treatment.lr, treatment.weight_decay, factor)
 
-    def _step(self, together: list[tuple[Run, Tensor]], lr: float, decay: float, factor: float) -> None:
+    def _step(self, together: list[Work], lr: float, decay: float, factor: float) -> None:
         first, second = self._betas
-        params, grads = [run.params for run, _ in together], [each for _, each in together]
-        momenta = [run.states["exp_avg"] for run, _ in together]
+        params, grads = [work.params for work in together], [work.grads for work in together]
+        momenta = [work.run.states["exp_avg"] for work in together]
         if factor != 1.0:
             torch._foreach_mul_(grads, factor)
         signs = torch._foreach_lerp(grads, momenta, first)

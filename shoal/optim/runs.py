@@ -6,12 +6,16 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from shoal.optim.rounding import Rounding
 from shoal.optim.treatment import Treatment
 from shoal.placement import Piece
 
+HALVES = (torch.bfloat16, torch.float16)
 COPIED = 1 << 22
 
 
@@ -20,7 +24,8 @@ class Run:
     """Consecutive elements of parameters, flat, with ``states`` and gradients that lie alike and one ``treatment``.
 
     ``grads()`` is asked for at each update, as it need not be the same memory each time; the update may overwrite it.
-    ``piece`` is set for an optimizer that works on whole matrices: the box of a logical matrix that the run is.
+    ``piece`` is set for an optimizer that works on whole matrices: the box of a logical matrix that the run is. ``key``
+    names the run, alike on all ranks that hold the same one.
     """
 
     params: Tensor
@@ -28,15 +33,33 @@ class Run:
     states: Mapping[str, Tensor]
     treatment: Treatment
     piece: Piece | None = None
+    key: str = ""
 
 
-def at_once(runs: Sequence[Run]) -> Iterator[list[tuple[Run, Tensor]]]:
-    """All runs with their gradients; but those whose gradients are in lower precision, of which each needs a copy, as
-    many at a time as have ``COPIED`` elements, or one."""
-    yield [(run, grads) for run in runs if (grads := run.grads()).dtype == run.params.dtype]
-    lower = [run for run in runs if run.grads().dtype != run.params.dtype]
-    while lower:
-        ends = list(accumulate(run.params.numel() for run in lower))
+class Work(NamedTuple):
+    """A run that is to be updated: its parameters and gradients as the optimizer computes with them."""
+
+    run: Run
+    params: Tensor
+    grads: Tensor
+
+
+def at_once(runs: Sequence[Run], rounding: Rounding) -> Iterator[list[Work]]:
+    """All runs; but those whose parameters or gradients are in half precision, of which each needs copies in float32,
+    as many at a time as have ``COPIED`` elements, or one. Copies of parameters are rounded back when the next are
+    asked for."""
+    plain: list[Run] = []
+    narrow: list[Run] = []
+    for run in runs:
+        half = run.params.dtype in HALVES or run.grads().dtype in HALVES
+        (narrow if half else plain).append(run)
+    yield [Work(run, run.params, run.grads()) for run in plain]
+    while narrow:
+        ends = list(accumulate(run.params.numel() for run in narrow))
         count = max(1, bisect_right(ends, COPIED))
-        yield [(run, run.grads().to(run.params.dtype)) for run in lower[:count]]
-        lower = lower[count:]
+        together = [Work(run, run.params.float(), run.grads().float()) for run in narrow[:count]]
+        yield together
+        for run, params, _ in together:
+            if params is not run.params:
+                rounding.round_into(run.params, params, run.key)
+        narrow = narrow[count:]

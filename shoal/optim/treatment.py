@@ -6,7 +6,7 @@ tables (embeddings, learned positions, the output matrix), vectors and whatever 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -98,6 +98,8 @@ class Treatments:
                 raise ConfigError(f"optimizer.groups: {problem}; give them one name (lr and weight_decay may differ)")
             if found == {"muon"} and weights.parameter.requires_grad:
                 dtypes.add(torch.promote_types(weights.parameter.dtype, torch.float32))
+        if self._config.rounding == "stochastic":
+            _check_rounding(module, self.names)
         if "muon" in self.names and len(dtypes) != 1:
             problem = f"its matrices have {len(dtypes)} dtypes" if dtypes else "the model has no matrix for it to train"
             raise ConfigError(setting("optimizer.name", "muon", problem, "use adamw"))
@@ -116,6 +118,17 @@ class Treatments:
                 hint = "" if matches else nearest(group.match, names)
                 legal = "put it first" if matches else f"the weights have names such as {names[-1]}"
                 raise ConfigError(setting(f"optimizer.groups.{at}.match", group.match, problem + hint, legal))
+
+
+def _check_rounding(module: nn.Module, names: Collection[str]) -> None:
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+    problem = legal = ""
+    if torch.float16 in dtypes or torch.bfloat16 not in dtypes:
+        problem, legal = "is for weights in bf16", "use dtype=bf16 in the layout, or nearest"
+    elif "muon" in names:
+        problem, legal = "Muon works on float32 copies", "use nearest"
+    if problem:
+        raise ConfigError(setting("optimizer.rounding", "stochastic", problem, legal))
 
 
 def state_names(config: Optimizer, name: str) -> tuple[str, ...]:
