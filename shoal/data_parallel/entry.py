@@ -49,7 +49,8 @@ class Main:
 
     def elements(self, start: int, stop: int) -> Tensor:
         """Some of the gradient, flat."""
-        return self.gradient.reshape(-1)[start:stop]
+        flat = self.gradient.reshape(-1)
+        return flat if stop - start == len(flat) else flat[start:stop]
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A parameter may be saved; its way in is not a part of it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import sqrt
 
 import torch
@@ -31,19 +30,19 @@ def squared_norm(*tensors: Tensor) -> Tensor:
     One float32 accumulator over ten million elements would be off in the fourth digit; rows of up to 4,096 summed in
     float32 and added in float64 are not.
     """
-    norms = torch.cat([norm for x in tensors for norm in _row_norms(x)]).double()
-    return norms.dot(norms)
-
-
-def _row_norms(x: Tensor) -> Iterator[Tensor]:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    if x.ndim > 1 and 0 < x.shape[-1] <= _ROW:
-        yield torch.linalg.vector_norm(x, dim=-1, dtype=wide).flatten()
-        return
-    flat = x.reshape(-1)
-    even = len(flat) // _ROW * _ROW
-    yield torch.linalg.vector_norm(flat[:even].view(-1, _ROW), dim=1, dtype=wide)
-    yield torch.linalg.vector_norm(flat[even:], dtype=wide).view(1)
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    norms = []
+    for x in tensors:
+        if x.numel() <= _ROW:
+            norms.append(torch.linalg.vector_norm(x, dtype=wide).view(1))
+        elif x.ndim > 1 and x.shape[-1] <= _ROW:
+            norms.append(torch.linalg.vector_norm(x, dim=-1, dtype=wide).view(-1))
+        else:
+            flat, even = x.reshape(-1), x.numel() // _ROW * _ROW
+            norms.append(torch.linalg.vector_norm(flat[:even].view(-1, _ROW), dim=1, dtype=wide))
+            norms.append(torch.linalg.vector_norm(flat[even:], dtype=wide).view(1))
+    found = torch.cat(norms).double()
+    return found.dot(found)
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -48,12 +48,14 @@ def at_once(runs: Sequence[Run], rounding: Rounding) -> Iterator[list[Work]]:
     """All runs; but those whose parameters or gradients are in half precision, of which each needs copies in float32,
     as many at a time as have ``COPIED`` elements, or one. Copies of parameters are rounded back when the next are
     asked for."""
-    plain: list[Run] = []
-    narrow: list[Run] = []
+    plain, narrow = [], []
     for run in runs:
-        half = run.params.dtype in HALVES or run.grads().dtype in HALVES
-        (narrow if half else plain).append(run)
-    yield [Work(run, run.params, run.grads()) for run in plain]
+        grads = run.grads()
+        if run.params.dtype in HALVES or grads.dtype in HALVES:
+            narrow.append(run)
+        else:
+            plain.append(Work(run, run.params, grads))
+    yield plain
     while narrow:
         ends = list(accumulate(run.params.numel() for run in narrow))
         count = max(1, bisect_right(ends, COPIED))
