@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from shoal.comm.collectives import Pending
-from shoal.data_parallel.sync import WHOLE, Sharing, Sync
-from shoal.local import LocalParameter
-from shoal.mesh import Mesh
-from shoal.optim.treatment import Treat
+from shoal.data_parallel.sync import Sync
 
 
 class AllReduce(Sync):
     """Every rank keeps all it holds, and has the sums of all of it."""
 
-    def __init__(
-        self,
-        trained: Sequence[LocalParameter],
-        frozen: Sequence[LocalParameter],
-        treat: Treat,
-        mesh: Mesh,
-        sharing: Sharing = WHOLE,
-    ) -> None:
-        super().__init__(trained, frozen, treat, mesh, sharing)
+    def set_up(self) -> None:
         self._pending: list[tuple[int, list[Pending]]] = []
 
     def begin(self) -> None:

@@ -7,18 +7,17 @@ from torch import Tensor
 
 from shoal.data_parallel.buckets import Bucket
 from shoal.errors import ConfigError
-
-HALVES = (torch.bfloat16, torch.float16)
+from shoal.optim.runs import HALVES
 
 
 class Flat:
     """``params`` and ``grads`` are the whole bucket, flat; ``own_params``, ``own_grads``, ``masters`` and the
     optimizer's ``states`` are this rank's part of it.
 
-    The optimizer works on ``masters``: the parameters themselves, or, where those are in half precision, float32 copies
-    that hold what half precision would round away (mixed precision, Micikevicius et al. 2018), unless the optimizer
-    does without (``masters`` as an argument). Gradients add up in
-    float32 too, unless ``half_grads`` leaves them in the precision of the parameters.
+    The optimizer works on ``masters``: the parameters themselves, or, where those are in half precision and it does not
+    do without (``masters=False``), float32 copies that hold what half precision would round away (mixed precision,
+    Micikevicius et al. 2018). Gradients add up in float32 too, unless ``half_grads`` leaves them in the parameters'
+    precision.
 
     A bucket that does not train (``trains``) has parameters alone, and one whose gradients nobody shares (``grads`` is
     then empty, ``buffered`` false) leaves them where autograd makes them.

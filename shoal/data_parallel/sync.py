@@ -46,9 +46,6 @@ class Sharing:
     """Of a bucket: as large as that if its units are not larger."""
 
 
-WHOLE = Sharing()
-
-
 class Sync:
     """Keeps the main gradients of ``trained`` parameters. When :meth:`finish` is done, what :meth:`runs` shows the
     optimizer are their sums over all replicas. ``treat`` says how the optimizer treats each.
@@ -105,6 +102,10 @@ class Sync:
         self._sent = 0
         self._squares = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
         self._norm_group = self._fewest_for_the_norm()
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Make what a subclass has besides, once buckets and groups are there."""
 
     def _flat(self, bucket: Bucket, *, trains: bool = True) -> Flat:
         sharing = self._sharing

@@ -37,15 +37,7 @@ class _Scatter(NamedTuple):
 class Zero(Sync):
     """Stages 1 and 2: gradients are reduce-scattered, and the updated parameters gathered."""
 
-    def __init__(
-        self,
-        trained: Sequence[LocalParameter],
-        frozen: Sequence[LocalParameter],
-        treat: Treat,
-        mesh: Mesh,
-        sharing: Sharing,
-    ) -> None:
-        super().__init__(trained, frozen, treat, mesh, sharing)
+    def set_up(self) -> None:
         self._scattering: dict[int, _Scatter] = {}
         self._begun: set[int] = set()
         """Buckets whose part has sums of this step."""
