@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shoal.comm.process import die_with
-from shoal.data.chat import CHATML, Template, find_template, plain
+from shoal.data.chat import CHATML, LLAMA_3, Template, find_template, plain
 from shoal.data.corpus import Corpus
 from shoal.data.pieces import Piece
 from shoal.data.store import Progress, TokenStore
@@ -67,6 +67,13 @@ def train_tokenizer(corpus: Corpus, vocab: int, template: str | None = None) -> 
     texts = (piece.text for piece in corpus.pieces(_TRAINING_PIECE_CHARS, writes))
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+def own_ends(tokenizer: Tokenizer) -> dict[str, int]:
+    """The tokens that end a text of a model that was trained here, with their ids: that of documents and, after it,
+    that of a turn, where the tokenizer knows one."""
+    ids = {token: tokenizer.token_to_id(token) for token in (END_OF_DOCUMENT, CHATML.end, LLAMA_3.end)}
+    return {token: found for token, found in ids.items() if found is not None}
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -18,7 +18,7 @@ from shoal.checkpoint.hf import split
 from shoal.checkpoint.shards import write_shard
 from shoal.checkpoint.whole import WholeTensors
 from shoal.config import parse
-from shoal.data.tokenize import END_OF_DOCUMENT, load_tokenizer
+from shoal.data.tokenize import load_tokenizer, own_ends
 from shoal.errors import CheckpointError, ConfigError, nearest, setting
 from shoal.model.hf import (
     CONFIG,
@@ -148,8 +148,9 @@ def _main_dtype(weights: WholeTensors) -> str:
 def _ends(run: Path) -> dict[str, Any]:
     """What config.json says of the tokens that begin and end a text, for a model that was trained from nothing."""
     tokenizer = load_tokenizer(run / TOKENIZER) if (run / TOKENIZER).is_file() else None
-    end = tokenizer.token_to_id(END_OF_DOCUMENT) if tokenizer else None
-    return {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    ends = list(own_ends(tokenizer).values()) if tokenizer else []
+    said = ends if len(ends) > 1 else ends[0] if ends else None
+    return {"bos_token_id": None, "eos_token_id": said, "pad_token_id": None}
 
 
 def _write_companions(source: Path, folder: Path, base: Mapping[str, Any]) -> None:
@@ -162,9 +163,8 @@ def _write_companions(source: Path, folder: Path, base: Mapping[str, Any]) -> No
                 shutil.copyfile(file, folder / file.name)
     elif (source / TOKENIZER).is_file() and base["eos_token_id"] is not None:
         _write_json(folder / GENERATION, base)
-        _write_json(
-            folder / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
-        )
+        last = list(own_ends(load_tokenizer(source / TOKENIZER)))[-1]
+        _write_json(folder / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": last})
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

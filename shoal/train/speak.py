@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from shoal import checkpoint
 from shoal.comm.world import World
 from shoal.config import parse
-from shoal.data.tokenize import END_OF_DOCUMENT, load_tokenizer
+from shoal.data.tokenize import load_tokenizer, own_ends
 from shoal.errors import CheckpointError, ConfigError, setting
 from shoal.local import allot, lay_out
 from shoal.mesh import Grid
@@ -40,8 +40,7 @@ class Prompt:
     def of(text: str, tokenizer: Tokenizer, companions: Path) -> Prompt:
         """``companions`` is the folder of what a Hugging Face folder has besides weights, which need not exist."""
         ids = tokenizer.encode(text).ids  # an imported tokenizer may put a token of its own before a text
-        end = tokenizer.token_to_id(END_OF_DOCUMENT)
-        stops = end_tokens(companions) or ({end} if end is not None else set())
+        stops = end_tokens(companions) or set(own_ends(tokenizer).values())
         return Prompt(ids, sorted(stops), 1 + max(tokenizer.get_vocab().values()))
 
     def continued(
