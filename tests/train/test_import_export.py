@@ -16,18 +16,18 @@ from hf_folders import LLAMA_NAMES, TINY, VOCAB, edit_json, save_tiny, write_lla
 from safetensors.torch import load_file
 from tokenizers import processors
 from torch import Tensor
-from whole_runs import Shoal, events, make_store, refused, sets, write_run
+from whole_runs import Shoal, events, refused, sets
 
 from shoal import checkpoint, config
 from shoal.data.corpus import Corpus
 from shoal.data.store import TokenStore
-from shoal.data.tokenize import byte_tokenizer, load_tokenizer, tokenize, train_tokenizer
+from shoal.data.tokenize import byte_tokenizer, tokenize, train_tokenizer
 from shoal.errors import CheckpointError, ConfigError, DataError, ShoalError
 from shoal.model.decoder import Decoder
 from shoal.model.hf import Weights
 from shoal.train.exporting import export_hf
 from shoal.train.importing import import_hf
-from shoal.train.speak import Prompt, load_model, speak
+from shoal.train.speak import load_model, speak
 
 TOKENS = 40
 SYNTHETIC = sets(data__source="synthetic", data__seq_len=16, data__batch=2, run__steps=2)
@@ -285,35 +285,6 @@ def test_the_text_that_ends_a_run_is_what_generate_says(shoal: Shoal, llama: Pat
     assert whole.startswith(ended)
     assert not any(character.isascii() for character in ended)
     assert len(ended) < len(whole)
-
-
-def test_a_model_from_nothing_goes_out_with_its_tokenizer(shoal: Shoal, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    run = write_run(tmp_path, make_store(tmp_path))
-    assert shoal("train", run, *sets(run__steps=2, data__batch=4), "--layout", "dp=2,dtype=float32").code == 0
-    assert shoal("export", tmp_path / "out" / "run", tmp_path / "back").code == 0
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
-    ids = tokenizer("In the", return_tensors="pt").input_ids
-    assert model.config.eos_token_id == tokenizer.eos_token_id == 256
-    said = model.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]
-    ours = "".join(speak(tmp_path / "out" / "run", "In the", tokens=9, temperature=0))
-    assert tokenizer.decode(said).rstrip("\ufffd") == ours
-
-
-def test_a_model_of_chats_goes_out_with_the_token_that_ends_a_turn(shoal: Shoal, tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is the answer."}]
-    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 60, encoding="utf-8")
-    assert shoal("data", tmp_path / "chats.jsonl", tmp_path / "chats.store", "--train-vocab", 280).code == 0
-    run = write_run(tmp_path, tmp_path / "chats.store")
-    assert shoal("train", run, *sets(run__steps=1, model__vocab=280, data__batch=4, data__validation=0)).code == 0
-    assert shoal("export", tmp_path / "out" / "run", tmp_path / "back").code == 0
-    tokenizer = load_tokenizer(tmp_path / "back" / "tokenizer.json")
-    ends = [tokenizer.token_to_id(token) for token in ("<|endoftext|>", "<|im_end|>")]
-    for name in ("config.json", "generation_config.json"):
-        assert json.loads((tmp_path / "back" / name).read_bytes())["eos_token_id"] == ends
-    assert json.loads((tmp_path / "back" / "tokenizer_config.json").read_bytes())["eos_token"] == "<|im_end|>"
-    assert Prompt.of("What", tokenizer, tmp_path / "none").stops == sorted(ends)
 
 
 def test_an_import_holds_one_tensor_beside_the_one_it_writes(
