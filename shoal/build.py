@@ -114,11 +114,9 @@ def run_of(layout: Layout, task: Task, unit: int, stage: int) -> Callable[[Tenso
 
 def sharing_of(layout: Layout) -> Sharing:
     """``zero`` and ``dtype``: what replicas divide, over how many, and the precision of gradients."""
-    if not layout.zero:
-        return Sharing(half_grads=layout.half_grads)
     return Sharing(
         half_grads=layout.half_grads,
-        size=layout.zero_group or layout.dp * layout.cp,
+        size=(layout.zero_group or layout.dp * layout.cp) if layout.zero else 1,
         keep_params=layout.zero < 3,
         keep_grads=layout.zero < 2,
         cap_bytes=BUCKET_BYTES if layout.zero < 3 else 0,
