@@ -116,7 +116,7 @@ def sharing_of(layout: Layout) -> Sharing:
     """``zero`` and ``dtype``: what replicas divide, over how many, and the precision of gradients."""
     return Sharing(
         half_grads=layout.half_grads,
-        size=(layout.zero_group or layout.dp * layout.cp) if layout.zero else 1,
+        size=(layout.zero_group or layout.alike * dict(layout.tensor_axes).get("a", 1)) if layout.zero else 1,
         keep_params=layout.zero < 3,
         keep_grads=layout.zero < 2,
         cap_bytes=BUCKET_BYTES if layout.zero < 3 else 0,

@@ -25,8 +25,10 @@ from shoal.mesh import Coords, Grid
 Span = tuple[int, int]
 Box = tuple[Span, ...]
 
-LOCKSTEP = ("dp", "cp")
-"""The mesh axes whose ranks run the same layers at the same time, so that they can wait for each other at any layer."""
+LOCKSTEP = ("dp", "cp", "depth", "a")
+"""The mesh axes whose ranks run the same layers at the same time, so that they can wait for each other at any layer,
+and have samples of their own, so that what they hold alike is worth dividing: replicas, the depth of a 2.5-D grid, and
+the side of a 3-D one that divides samples."""
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,19 @@ def tensor_grid(size: int, kind: str, given: Grid = ()) -> Grid | None:
     return grid if given in ((), grid) else None
 
 
+def tensor_axes(kind: str, grid: Grid) -> tuple[tuple[str, int], ...]:
+    """The mesh axes that a grid spans and their sizes, outermost first.
+
+    1d → tp; 2d → row, col; 2.5d → depth, row, col; 3d and AxBxC → a, b, c.
+    """
+    if kind in ("1d", "1d-sp"):
+        return (("tp", grid[0]),)
+    if kind == "2.5d":
+        rows, columns, depth = grid
+        return ("depth", depth), ("row", rows), ("col", columns)
+    return tuple(zip(("row", "col") if kind == "2d" else ("a", "b", "c"), grid, strict=True))
+
+
 def nearest_tensor_grids(size: int, kind: str, given: Grid) -> list[Grid]:
     """The legal grids of a kind whose sizes are closest to ``size`` from below and above."""
     if kind == "AxBxC":

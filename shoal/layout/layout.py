@@ -158,12 +158,30 @@ class Layout:
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Mesh axes and their sizes, outermost first: ranks count with tp fastest, then cp, then dp, then pp.
+        """Mesh axes and their sizes, outermost first: ranks count with the axes of tp fastest, then cp, then dp, then
+        pp.
 
         Raises ``LayoutError`` while ``dp`` is -1."""
         if self.dp == -1:
             raise rules.refusal(self, "dp", "the number of replicas is not known yet", "fill in the world or use dp=1")
-        return ("pp", self.pp), ("dp", self.dp), ("cp", self.cp), ("tp", self.tp)
+        return ("pp", self.pp), ("dp", self.dp), ("cp", self.cp), *self.tensor_axes
+
+    @property
+    def tensor_axes(self) -> tuple[tuple[str, int], ...]:
+        """The mesh axes of tensor parallelism and their sizes, outermost first: several where its grid has several
+        sides."""
+        return kinds.tensor_axes(self.tp_kind, self.tp_grid)
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """The names of :attr:`tensor_axes`."""
+        return tuple(name for name, _ in self.tensor_axes)
+
+    @property
+    def alike(self) -> int:
+        """How many ranks hold the same part of each matrix, with samples of their own: dp·cp, and the depth of 2.5d.
+        They are what ZeRO divides over."""
+        return self.dp * self.cp * dict(self.tensor_axes).get("depth", 1)
 
     @property
     def ranks(self) -> int:

@@ -133,11 +133,12 @@ def _check_pipeline(layout: Layout) -> None:
 
 
 def _check_groups(layout: Layout) -> None:
-    replicas, experts = layout.dp * layout.cp, layout.dp * layout.cp * layout.tp
+    replicas, experts = layout.alike, layout.dp * layout.cp * layout.tp
     if layout.zero_group is not None and replicas % layout.zero_group:
         sizes = nearest_numbers(layout.zero_group, lambda n: replicas % n == 0, most=replicas)
         legal = _use("zero", [f"{layout.zero}/{size}" for size in sizes])
-        raise refusal(layout, "zero", f"the group does not divide dp·cp = {replicas}", legal)
+        product = "dp·cp·depth" if layout.tp_kind == "2.5d" else "dp·cp"
+        raise refusal(layout, "zero", f"the group does not divide {product} = {replicas}", legal)
     if experts % layout.etp:
         sizes = nearest_numbers(layout.etp, lambda n: experts % (n * layout.ep) == 0, most=experts) or [1]
         raise refusal(layout, "etp", f"does not divide dp·cp·tp = {experts}", _use("etp", sizes))

@@ -162,7 +162,7 @@ def shown(layout: Layout) -> tuple[int, ...]:
     grid = Grid(layout.axes)
     if grid.size <= MANY:
         return tuple(range(grid.size))
-    return tuple(grid.rank(place) for place in grid.vary(grid.coords(0), ("pp", "tp")))
+    return tuple(grid.rank(place) for place in grid.vary(grid.coords(0), ("pp", *layout.tensor_names)))
 
 
 def ownership(task: Task, layout: Layout, ranks: Sequence[int] | None = None) -> Ownership:
