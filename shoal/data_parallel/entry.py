@@ -70,6 +70,13 @@ class Main:
         first, self.entered = not self.entered, True
         return first
 
+    def add(self, gradient: Tensor) -> None:
+        """Add ``gradient``."""
+        if self.enter():
+            self.gradient.copy_(gradient)
+        else:
+            self.gradient.add_(gradient)
+
     def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
         """Add ``gradient`` times a scalar."""
         if self.enter():

@@ -20,6 +20,9 @@ from torch.autograd.function import once_differentiable
 class Sink(Protocol):
     """Takes in the gradient of one weight. Autograd then has none for it, and hooks on the weight do not run."""
 
+    def add(self, gradient: Tensor) -> None:
+        """Add ``gradient``."""
+
     def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
         """Add ``gradient`` times a scalar."""
 
@@ -47,6 +50,15 @@ def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
+def whole_gradient(weight: Tensor, gradient: Tensor) -> Tensor | None:
+    """``gradient``, as that of ``weight``; None where its sink has taken it."""
+    sink: Sink | None = getattr(weight, "sink", None)
+    if sink is None:
+        return gradient
+    sink.add(gradient)
+    return None
 
 
 def scaled_gradient(weight: Tensor, gradient: Tensor, scale: Tensor) -> Tensor | None:
