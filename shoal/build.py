@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +29,9 @@ from shoal.pipeline.schedules.gpipe import gpipe
 from shoal.pipeline.schedules.one_f_one_b import one_f_one_b
 from shoal.pipeline.stages import cut
 from shoal.tensor.one_d import OneD
+from shoal.tensor.three_d import ThreeD
+from shoal.tensor.two_and_half_d import TwoAndHalfD
+from shoal.tensor.two_d import TwoD
 from shoal.tensor.whole import Whole
 
 DTYPES = {
@@ -90,15 +92,30 @@ def interpreter_of(layout: Layout, roles: RoleTable) -> Interpreter:
         return Whole()
     if not roles:
         raise LayoutError(setting("layout.tp", layout.tp, "the module has no role table", "use tp=1"))
-    return OneD(layout.tp, sequence=layout.tp_kind == "1d-sp")
+    sizes, loop = dict(layout.tensor_axes), layout.tp_form == "loop"
+    match layout.tp_kind:
+        case "1d" | "1d-sp":
+            return OneD(layout.tp, sequence=layout.tp_kind == "1d-sp")
+        case "2d":
+            return TwoD(sizes["row"], loop=loop)
+        case "2.5d":
+            return TwoAndHalfD(sizes["row"], sizes["depth"], loop=loop)
+        case _:
+            return ThreeD(**sizes)
 
 
-def run_of(layout: Layout, task: Task, unit: int, stage: int) -> Callable[[Tensor, Any], Tensor]:
+def run_of(
+    layout: Layout, task: Task, interpreter: Interpreter, unit: int, stage: int
+) -> Callable[[Tensor, Any], Tensor]:
     """``recompute``: how a layer is run, and what is kept of it for the backward pass. The last layer's backward pass
     follows at once, so recomputing it would free nothing."""
     layers = task.layers()
     name, layer = layers[unit]
-    run = partial(task.apply_layer, layer)
+
+    def run(x: Tensor, ctx: Any) -> Tensor:
+        interpreter.see(ctx)
+        return task.apply_layer(layer, x, ctx)
+
     if layout.recompute == "none" or (layout.recompute_stages is not None and stage not in layout.recompute_stages):
         return run
     if layout.recompute == "selective":

@@ -99,15 +99,16 @@ class Engine:
         self.on_gradients: Callable[[], None] = lambda: None
         """Called when gradients are reduced and not yet clipped: the moment at which they can be compared."""
         self.mesh = Mesh(self.layout.axes, self.world)
+        self._interpreter = interpreter_of(self.layout, self.task.roles)
         self._open_groups()
         self._apply()
 
     def _open_groups(self) -> None:
         """The groups of ranks that work together otherwise than on a parameter."""
-        mesh = self.mesh
-        axes = (("tp",), ("pp",), ("dp", "cp"), ("pp", "tp"), ("pp", "dp", "cp"))
-        mesh.open_groups({mesh.ranks_over(*names) for names in axes})
-        self._tensor, self._pipeline, self._replicas, self._replica, self._losses = (mesh.over(*n) for n in axes)
+        mesh, tensor, apart = self.mesh, self.layout.tensor_names, self._interpreter.loss_axes
+        axes = (("pp",), ("dp", "cp"), ("pp", *tensor), ("pp", "dp", "cp", *apart))
+        mesh.open_groups({mesh.ranks_over(*names) for names in (*axes, apart, *((name,) for name in tensor))})
+        self._pipeline, self._replicas, self._replica, self._losses = (mesh.over(*names) for names in axes)
         self._lines = Lines(mesh.over("pp", channel="activations"), mesh.over("pp", channel="gradients"))
 
     def _apply(self) -> None:
@@ -127,16 +128,16 @@ class Engine:
         mine = stages[at]
         used = {unit: list(layers[unit][1].parameters()) for unit in mine}
         # Place: what this rank has of each parameter, and the modules that compute with their part of it.
-        interpreter = interpreter_of(self.layout, roles)
+        interpreter = self._interpreter
         held = lay_out(module, layers, roles, interpreter, mesh.grid, mesh.coords, stages)
         names = {one.parameter: one.name for one in held}
         for unit in set(range(len(layers))) - set(mine):
             drop(layers[unit][1], [layers[other][1] for other in mine])
         held = allot(module, held, self.seed, self.world.device)
         for unit in mine:
-            adapt(*layers[unit], roles, interpreter, self._tensor)
+            adapt(*layers[unit], roles, interpreter, mesh)
         # Recompute.
-        runs = tuple((unit, run_of(self.layout, self.task, unit, at)) for unit in mine)
+        runs = tuple((unit, run_of(self.layout, self.task, interpreter, unit, at)) for unit in mine)
         # Shard, and materialise by placement.
         uses = {unit: [names[parameter] for parameter in used[unit]] for unit in mine}
         masters = self.optimizer.rounding == "nearest"
@@ -144,7 +145,6 @@ class Engine:
         self._updater = Updater(self.optimizer, self._sync.runs(), self.world, self.seed)
         self._buffers = [buffer for _, buffer in persistent_buffers(module)]
         # The Program, and what its actions mean.
-        self._interpreter = interpreter
         self._programs = programs_of(self.layout, at)
         stage = Stage(at, first=at == 0, last=at == len(stages) - 1, layers=runs)
         handlers = Handlers(
@@ -270,7 +270,7 @@ class Engine:
 
     def fragments(self) -> list[Fragment]:
         """What this rank holds of every weight, buffer and optimizer state."""
-        stage = self.mesh.ranks_over("dp", "cp", "tp")
+        stage = self.mesh.ranks_over("dp", "cp", *self.layout.tensor_names)
         found = buffer_fragments(self.task.module, stage)
         return [*found, *self._sync.weights(), *self._sync.states()]
 
@@ -300,7 +300,7 @@ class Engine:
         """Makes the context of a micro-batch, as far as it is this rank's."""
 
         def context(batch: Batch) -> Any:
-            return self._interpreter.localise(self.task.context(batch, **options), self._tensor)
+            return self._interpreter.localise(self.task.context(batch, **options), self.mesh.coords)
 
         return context
 

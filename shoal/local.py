@@ -9,9 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.world import Group
 from shoal.errors import ConfigError
-from shoal.mesh import Coords, Grid
+from shoal.mesh import Coords, Grid, Mesh
 from shoal.model import init
 from shoal.model.roles import REPLICATED, Role, RoleTable, role_of
 from shoal.placement import Fragment, Holders, Placement, Rule, holders, whole
@@ -23,11 +22,18 @@ class Interpreter(Protocol):
     def place(self, role: Role, module: str, parameter: str, shape: Sequence[int]) -> Rule:
         """Where the ``parameter`` (its local name) of ``module``, of full ``shape``, lies."""
 
-    def adapt(self, role: Role, module: nn.Module, group: Group) -> nn.Module:
+    @property
+    def loss_axes(self) -> tuple[str, ...]:
+        """The mesh axes on which ranks have the losses of different samples of one micro-batch."""
+
+    def adapt(self, role: Role, module: nn.Module, mesh: Mesh) -> nn.Module:
         """What takes the place of a module that holds this rank's part of its parameters; itself, often."""
 
-    def localise(self, ctx: Any, group: Group) -> Any:
-        """What of a micro-batch's context is this rank's."""
+    def localise(self, ctx: Any, coords: Coords) -> Any:
+        """What of a micro-batch's context belongs to the rank at ``coords``."""
+
+    def see(self, ctx: Any) -> None:
+        """A layer is about to run under ``ctx``: for modules that must know of it more than their inputs tell."""
 
 
 @dataclass(frozen=True)
@@ -155,11 +161,11 @@ def drop(layer: nn.Module, kept: Iterable[nn.Module]) -> None:
                 tensors.update(dict.fromkeys(tensors))
 
 
-def adapt(name: str, layer: nn.Module, roles: RoleTable, interpreter: Interpreter, group: Group) -> None:
+def adapt(name: str, layer: nn.Module, roles: RoleTable, interpreter: Interpreter, mesh: Mesh) -> None:
     """Put the interpreter's modules into ``layer``, called ``name`` in the model, in place of those whose role calls
     for another."""
     for inner, child in list(layer.named_modules(remove_duplicate=False)):
-        other = interpreter.adapt(role_of(roles, f"{name}.{inner}".rstrip(".")), child, group)
+        other = interpreter.adapt(role_of(roles, f"{name}.{inner}".rstrip(".")), child, mesh)
         if other is not child:
             assert inner, f"{name} is a layer and would have to be another module"
             parent, _, local = inner.rpartition(".")

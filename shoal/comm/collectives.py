@@ -3,13 +3,16 @@
 All take a :class:`~shoal.comm.world.Group` and write into tensors they are given; in a group of one rank nothing is
 moved between ranks. ``purpose`` says what the words are for ("gradients", "norm", …).
 
-gloo has no reduce-scatter of its own: it reduces everything everywhere, which moves twice the words. Under gloo,
-gathers and reduce-scatters are therefore exchanges in which each rank sends every other one what that one needs.
+gloo has no reduce-scatter of its own: it reduces everything everywhere, which moves twice the words; its reduce to one
+rank is such a sum, gathered. Under gloo, what is not an all-reduce is therefore messages, in which each rank is sent
+what it needs.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Literal
 
 import torch
@@ -21,6 +24,8 @@ from shoal.comm.world import Group
 
 Reduction = Literal["sum", "max", "min"]
 _TAG = 1 << 30  # of the messages of an exchange; those of one tag between two ranks arrive in the order they were sent
+_TERM_TAG = _TAG + 1  # of those of a reduce, some of which are received later than what was started after them
+_LANDINGS = 2
 MESSAGE_TAGS = range(_TAG)
 """Those of all other messages (:mod:`shoal.comm.point_to_point`)."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -155,13 +160,68 @@ class _Exchange:
         self._finish()
 
 
-def broadcast(tensor: Tensor, group: Group, purpose: str, source: int = 0) -> None:
-    """Copy the ``tensor`` (contiguous) of one rank, by its place in the group, to all its ranks."""
-    if group.handle is not None:
-        group.ledger.record("broadcast", tensor.numel(), group.size, group.axis, purpose)
+def start_broadcast(tensor: Tensor, group: Group, purpose: str, source: int = 0) -> Pending:
+    """Begin to copy the ``tensor`` (contiguous) of one rank, by its place in the group, to all its ranks."""
+    assert tensor.is_contiguous(), "a message is one block of memory"
+    if group.handle is None:
+        return Pending(None)
+    group.ledger.record("broadcast", tensor.numel(), group.size, group.axis, purpose)
+    if group.backend == "nccl":
         options = dist.BroadcastOptions()
         options.rootRank = source
-        group.handle.broadcast([tensor], options).wait()
+        return Pending(group.handle.broadcast([tensor], options), group, purpose)
+    nothing = tensor.new_empty(0)
+    given, taken = (tensor, nothing) if group.index == source else (nothing, tensor)
+    incoming = [taken if place == source else nothing for place in range(group.size)]
+    return Pending(_Exchange(group, incoming, [given] * group.size), group, purpose)
+
+
+def broadcast(tensor: Tensor, group: Group, purpose: str, source: int = 0) -> None:
+    """Copy the ``tensor`` (contiguous) of one rank, by its place in the group, to all its ranks."""
+    start_broadcast(tensor, group, purpose, source).wait()
+
+
+def start_reduce(tensor: Tensor, group: Group, purpose: str, root: int) -> Pending:
+    """Begin to sum the ranks' ``tensor`` (contiguous) into that of one rank, by its place in the group. Those of the
+    others may afterwards hold anything.
+
+    The terms are always added up in one order. Reduces of one group are waited for in the order they were started in.
+    """
+    assert tensor.is_contiguous(), "a message is one block of memory"
+    if group.handle is None:
+        return Pending(None)
+    group.ledger.record("reduce", tensor.numel(), group.size, group.axis, purpose)
+    if group.backend == "nccl":
+        options = dist.ReduceOptions()
+        options.rootRank = root
+        return Pending(group.handle.reduce([tensor], options), group, purpose)
+    if not tensor.numel():
+        return Pending(None)
+    work = _Sum(tensor, group) if group.index == root else send(tensor, group, root, _TERM_TAG)
+    return Pending(work, group, purpose)
+
+
+class _Sum:
+    """Adds what every other rank of its group sends to ``tensor``. At most ``_LANDINGS`` terms are here at a time,
+    however many ranks there are; the others stay where they come from."""
+
+    def __init__(self, tensor: Tensor, group: Group) -> None:
+        self._tensor, self._group = tensor, group
+        self._sources = iter([(group.index - i) % group.size for i in range(1, group.size)])
+        self._coming: deque[tuple[Tensor, Work]] = deque()
+        for source in islice(self._sources, _LANDINGS):
+            self._receive(torch.empty_like(tensor), source)
+
+    def _receive(self, term: Tensor, source: int) -> None:
+        self._coming.append((term, receive(term, self._group, source, _TERM_TAG)))
+
+    def wait(self) -> None:
+        while self._coming:
+            term, work = self._coming.popleft()
+            work.wait()
+            self._tensor.add_(term)
+            for source in islice(self._sources, 1):
+                self._receive(term, source)
 
 
 def barrier(group: Group) -> None:

@@ -63,6 +63,26 @@ def start_divided_sum(x: Tensor, dim: int, group: Group, purpose: str) -> Arrivi
     return Arriving(start_reduce_scatter(out, parts.view(-1), group, purpose), lambda: out)
 
 
+def start_join(part: Tensor, dim: int, sizes: Sequence[int], group: Group, purpose: str) -> Arriving:
+    """Begin to put the ranks' parts, of ``sizes`` along ``dim``, one after another."""
+    most = max(sizes)
+    gathered = start_gather(pad(part, dim, most), dim, most * group.size, group, purpose)
+
+    def arrange() -> Tensor:
+        parts = gathered.arrange().split(most, dim)
+        return torch.cat([one.narrow(dim, 0, size) for one, size in zip(parts, sizes, strict=True)], dim)
+
+    return Arriving(gathered.pending, arrange)
+
+
+def start_shared_sum(x: Tensor, dim: int, sizes: Sequence[int], group: Group, purpose: str) -> Arriving:
+    """Begin to sum the ranks' ``x`` and divide the sum along ``dim`` into parts of ``sizes``: this rank's."""
+    most, own = max(sizes), sizes[group.index]
+    padded = torch.cat([pad(one, dim, most) for one in x.split(list(sizes), dim)], dim)
+    summed = start_divided_sum(padded, dim, group, purpose)
+    return Arriving(summed.pending, lambda: summed.arrange().narrow(dim, 0, own))
+
+
 def part_size(length: int, ranks: int) -> int:
     """⌈length/ranks⌉."""
     return -(-length // ranks)
@@ -72,43 +92,6 @@ def pad(x: Tensor, dim: int, length: int, value: float = 0.0) -> Tensor:
     """``x`` with ``value`` after its end along ``dim``, up to ``length`` elements; ``x`` itself if it has as many."""
     missing = length - x.shape[dim]
     return F.pad(x, (*(0, 0) * (x.ndim - 1 - dim % x.ndim), 0, missing), value=value) if missing else x
-
-
-def total(x: Tensor, group: Group, purpose: str) -> Tensor:
-    """The sum of the ranks' ``x`` (contiguous), in its place. Every rank goes on alike from it, so the gradient of the
-    sum, the same on all of them, is that of each term."""
-    result: Tensor = _Total.apply(x, group, purpose)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Total(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, purpose: str) -> Tensor:
-        ctx.mark_dirty(x)
-        return start_sum(x, group, purpose).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
-
-
-def divided_total(x: Tensor, dim: int, group: Group, purpose: str) -> Tensor:
-    """This rank's part, along ``dim``, of the sum of the ranks' ``x``. Backward, the parts' gradients are gathered."""
-    result: Tensor = _DividedTotal.apply(x, dim, group, purpose)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _DividedTotal(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group, purpose: str) -> Tensor:
-        ctx.arguments = dim, x.shape[dim], group, purpose
-        return start_divided_sum(x, dim, group, purpose).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return start_gather(grad, *ctx.arguments).wait(), None, None, None
 
 
 def joined(x: Tensor, dim: int, sizes: Sequence[int], group: Group, purpose: str) -> Tensor:
@@ -122,10 +105,7 @@ class _Joined(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], group: Group, purpose: str) -> Tensor:
         ctx.arguments = dim, sum(sizes[: group.index]), sizes[group.index]
-        most = max(sizes)
-        gathered = start_gather(pad(x, dim, most), dim, most * group.size, group, purpose).wait()
-        parts = gathered.split(most, dim)
-        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
+        return start_join(x, dim, sizes, group, purpose).wait()
 
     @staticmethod
     @once_differentiable

@@ -2,15 +2,16 @@
 
 Ring convention, as the literature counts volume: with p ranks and n words in the full (gathered or unreduced)
 tensor, a rank receives (p−1)/p·n words in an all-gather or a reduce-scatter, twice that in an all-reduce, and n in a
-broadcast unless it is the root (averaged over the ranks: (p−1)/p·n). A message from rank to rank counts where it is
-received.
+broadcast unless it is the root (averaged over the ranks: (p−1)/p·n). In a reduce to a root, p−1 terms of n words are
+received between all of them, by the root or on the way there: (p−1)/p·n again. A message from rank to rank counts where
+it is received.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-FACTOR = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1}
+FACTOR = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1, "reduce": 1}
 
 
 class Ledger:

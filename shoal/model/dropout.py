@@ -6,7 +6,7 @@ some features drops exactly what one device would drop there, after any resume a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import torch
@@ -35,10 +35,12 @@ def _mix(x: Tensor) -> Tensor:
 class Noise:
     """The keys of one micro-batch at one step.
 
-    ``rows`` is int64 of shape [samples, positions]: a hash of (seed, step, sample, position).
+    ``rows`` is int64 of shape [samples, positions]: a hash of (seed, step, sample, position). ``block`` is the number
+    of the block of features held here, where these are divided into blocks of one width.
     """
 
     rows: Tensor
+    block: int = 0
 
     @classmethod
     def of(cls, seed: int, step: int, sample: Tensor, length: int, first: int = 0) -> Noise:
@@ -51,17 +53,18 @@ class Noise:
     def part(self, first: int, count: int) -> Noise:
         """The keys of ``count`` positions from number ``first`` of these, those past the end being padding."""
         rows = self.rows[:, first : first + count]
-        return Noise(F.pad(rows, (0, count - rows.shape[1])))
+        return replace(self, rows=F.pad(rows, (0, count - rows.shape[1])))
 
-    def drop(self, x: Tensor, rate: float, site: str, first: int = 0) -> Tensor:
+    def drop(self, x: Tensor, rate: float, site: str) -> Tensor:
         """``x`` [samples, positions, features] with about ``rate`` of it zeroed and the rest scaled by 1/(1 − rate).
 
-        ``site`` names the place in the model; ``first`` is the number of the first feature held here.
+        ``site`` names the place in the model.
         """
         if rate == 0.0:
             return x
         salt = int.from_bytes(blake2b(site.encode(), digest_size=7).digest(), "little")
-        features = torch.arange(first, first + x.shape[-1], device=x.device)
+        width = x.shape[-1]
+        features = torch.arange(self.block * width, (self.block + 1) * width, device=x.device)
         bits = _mix(_mix(self.rows + salt)[..., None] + features)
         keep = bits >= int((rate - 0.5) * 2.0**64)
         # Autograd keeps the mask, a byte an element, and nothing else.

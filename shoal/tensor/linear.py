@@ -1,9 +1,11 @@
-"""Column- and row-parallel linears (Megatron, Shoeybi et al. 2019).
+"""A linear map divided over a grid of ranks, of any dimension.
 
-Y = X·Wᵀ with the weight [out, in] divided by rows gives each rank some columns of Y, from the whole of X; divided by
-columns it takes from each rank some columns of X, and Y is a sum over ranks. One after the other costs one entry from
-the :mod:`stream <shoal.tensor.stream>` and one exit each way. Backward, the sum of the input's gradient is under way
-while the weight's gradient is computed. Where entering moves words, the whole input is not kept but fetched again.
+Y = X·Wᵀ with what enters gathered before the product and what leaves summed after it (:mod:`shoal.tensor.ports`): that
+is one form for the column- and row-parallel linears of one dimension (Megatron, Shoeybi et al. 2019), for SUMMA on a
+square (Optimus, Xu et al. 2021), and for the product on a cube or any a×b×c (Bian et al. 2021). Only this rank's own
+blocks are kept for the backward pass, which fetches the others again.
+
+Backward, dX = dY·W and dW = dYᵀ·X: X is on its way while dX is computed, and dX while dW is.
 """
 
 from __future__ import annotations
@@ -15,80 +17,63 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shoal.model.linear import weight_gradient
-from shoal.tensor.stream import Stream
+from shoal.comm.differentiable import Arriving
+from shoal.model.linear import weight_gradient, whole_gradient
+from shoal.tensor.ports import Port, Ports, Still
 
 
-class ColumnLinear(nn.Module):
-    """Some output columns of ``linear``, which holds those rows of weight and bias; takes the stream [B, S, H].
+class DividedLinear(nn.Module):
+    """``linear``, which holds this rank's blocks of weight and bias, of this rank's block of the input; returns that of
+    the output, or for a fused linear those of its outputs, of the widths ``parts``."""
 
-    Returns [B, T, columns], or for a fused linear its outputs apart, of the widths ``parts``.
-    """
-
-    def __init__(self, linear: nn.Linear, stream: Stream, parts: tuple[int, ...] = ()) -> None:
+    def __init__(self, linear: nn.Linear, ports: Ports, parts: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.stream, self.parts = stream, parts
+        self.ports, self.parts = ports, parts
 
-    def forward(self, x_BSH: Tensor) -> Tensor | tuple[Tensor, ...]:
-        y = self.columns(x_BSH)
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        y = self.block(x)
         return y.split(self.parts, dim=-1) if self.parts else y
 
-    def columns(self, x_BSH: Tensor) -> Tensor:
-        y: Tensor = _Column.apply(x_BSH, self.weight, self.bias, self.stream, self.stream.positions(x_BSH))  # type: ignore[no-untyped-call]
+    def block(self, x: Tensor) -> Tensor:
+        y: Tensor = _Linear.apply(x, self.weight, self.bias, self.ports)  # type: ignore[no-untyped-call]
         return y
 
 
-class RowLinear(nn.Module):
-    """``linear``, which holds some columns of the weight and the whole bias, of an input that is those columns [B, T,
-    columns]. Returns the stream [B, S, H]."""
-
-    def __init__(self, linear: nn.Linear, stream: Stream) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.stream = stream
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Row.apply(x, self.weight, self.bias, self.stream)  # type: ignore[no-untyped-call]
-        return y
-
-
-class _Column(Function):
+class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x_BSH: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, positions: int) -> Tensor:
-        ctx.save_for_backward(x_BSH)
-        ctx.weight, ctx.stream, ctx.positions = weight, stream, positions
-        return F.linear(stream.start_enter(x_BSH, positions).wait(), weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        (x_BSH,) = ctx.saved_tensors
-        weight, stream = ctx.weight, ctx.stream
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        entering = stream.start_enter(x_BSH, ctx.positions) if needs_weight else None
-        leaving = stream.start_leave(grad @ weight) if needs_x else None
-        grad_weight = weight_gradient(weight, grad, entering.wait()) if entering else None
-        grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
-        return leaving.wait() if leaving else None, grad_weight, grad_bias, None, None
-
-
-class _Row(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ports: Ports) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.stream = weight, stream
-        y_BSH = stream.start_leave(F.linear(x, weight)).wait()
-        return y_BSH if bias is None else y_BSH.add_(bias)
+        ctx.weight, ctx.ports, ctx.x_length = weight, ports, ports.x.full(x)
+        entering_x = ports.x.start_enter(x, ctx.x_length)
+        whole_weight = _start_enter(weight, ports.weight).wait()
+        alone = isinstance(ports.y, Still)
+        term = F.linear(entering_x.wait(), whole_weight, bias if alone else None)
+        ctx.y_length = term.shape[ports.y.dim]
+        y = ports.y.start_leave(term).wait()
+        return y if bias is None or alone else y.add_(bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_BSH: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (x,) = ctx.saved_tensors
+        weight, ports = ctx.weight, ctx.ports
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        entering = ctx.stream.start_enter(grad_BSH, x.shape[1])
-        grad_bias = grad_BSH.flatten(0, -2).sum(0) if needs_bias else None
-        grad = entering.wait()
-        grad_x = grad @ ctx.weight if needs_x else None
-        grad_weight = weight_gradient(ctx.weight, grad, x) if needs_weight else None
-        return grad_x, grad_weight, grad_bias, None
+        entering_y = ports.y.start_enter(grad, ctx.y_length)
+        entering_weight = _start_enter(weight, ports.weight) if needs_x else None
+        entering_x = ports.x.start_enter(x, ctx.x_length) if needs_weight else None
+        grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
+        grad = entering_y.wait()
+        leaving_x = ports.x.start_leave(grad @ entering_weight.wait()) if entering_weight else None
+        if entering_x is None:
+            grad_weight = None
+        elif isinstance(ports.weight, Still):
+            grad_weight = weight_gradient(weight, grad, entering_x.wait())
+        else:
+            term = grad.flatten(0, -2).t() @ entering_x.wait().flatten(0, -2)
+            grad_weight = whole_gradient(weight, ports.weight.start_leave(term).wait())
+        return leaving_x.wait() if leaving_x else None, grad_weight, grad_bias, None
+
+
+def _start_enter(part: Tensor, port: Port) -> Arriving:
+    return port.start_enter(part, port.full(part))

@@ -1,7 +1,9 @@
-"""Embedding, logits and loss with the rows of the vocabulary divided over ranks (Shoeybi et al. 2019).
+"""Embedding, logits and loss with the rows of the vocabulary divided over ranks (Shoeybi et al. 2019), and on grids of
+several dimensions its hidden columns over others.
 
 For a softmax over the vocabulary no rank needs another's logits: per position ranks exchange their largest logit, their
-sum of exponentials relative to it, and the label's logit from the one that has it.
+sum of exponentials relative to it, and the label's logit from the one that has it. How hidden states and matrix reach
+the product, and how its terms become logits, is a linear's business (:mod:`shoal.tensor.ports`).
 
 Axes in names: B samples, T positions, S this rank's positions, H hidden, V this rank's rows of the vocabulary; M rows
 of a chunk.
@@ -9,6 +11,8 @@ of a chunk.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,60 +22,83 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from shoal.comm.collectives import start_all_gather
-from shoal.comm.differentiable import Arriving, joined, part_size
+from shoal.comm.differentiable import Arriving, joined, pad, part_size
 from shoal.comm.world import Group
 from shoal.layout.kinds import split_evenly
 from shoal.model.linear import scaled_gradient
 from shoal.model.loss import IGNORED, add_chunk, chunk_rows, new_gradient
-from shoal.tensor.linear import ColumnLinear
-from shoal.tensor.stream import PURPOSE, FullSizes, Stream
+from shoal.tensor.linear import DividedLinear
+from shoal.tensor.ports import PURPOSE, Even, Port, Ports, by_part, entered, left
+from shoal.tensor.samples import Samples
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """``size`` rows, divided over ``group``."""
+
+    size: int
+    group: Group
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """How many each rank has."""
+        return split_evenly(self.size, self.group.size)
+
+    def find(self, tokens: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
+        """For each token its row of this rank's matrix, 0 if it has none there, and whether it has one."""
+        rows, at = self.rows, self.group.index
+        assert rows[at] == weight_VH.shape[0], f"{weight_VH.shape[0]} rows here of {self.size} in all"
+        row = tokens - sum(rows[:at])
+        mine = (row >= 0) & (row < rows[at])
+        return row.where(mine, 0), mine
 
 
 class VocabularyEmbedding(nn.Module):
-    """The rows of ``table`` that this rank has; tokens [B, T] to the stream [B, S, H]."""
+    """This rank's block of ``table``; all tokens [B, T] to its block of the stream."""
 
-    def __init__(self, table: nn.Embedding, stream: Stream, sizes: FullSizes) -> None:
+    def __init__(self, table: nn.Embedding, ports: Ports, vocabulary: Vocabulary, samples: Samples) -> None:
         super().__init__()
         self.weight = table.weight
-        self.stream, self.sizes = stream, sizes
+        self.ports, self.vocabulary, self.samples = ports, vocabulary, samples
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        self.sizes.positions = tokens_BT.shape[1]
-        row, mine = _rows_here(tokens_BT, self.weight, self.sizes, self.stream.group)
-        found = F.embedding(row, self.weight).masked_fill_(~mine[..., None], 0.0)
-        return self.stream.leave(found)
+        row, mine = self.vocabulary.find(self.samples.of(tokens_BT), self.weight)
+        found = F.embedding(row, entered(self.weight, self.ports.weight)).masked_fill_(~mine[..., None], 0.0)
+        return left(found, self.ports.x)
 
 
-class VocabularyHead(ColumnLinear):
-    """The rows of an output matrix that this rank has; the stream [B, S, H] to all logits [B, T, vocabulary] on every
-    rank."""
+class VocabularyHead(DividedLinear):
+    """This rank's block of an output matrix; its block of the stream to all logits [B, T, vocabulary] on every rank,
+    where samples are divided over ``rows`` with those that pad them."""
 
-    def __init__(self, linear: nn.Linear, stream: Stream, sizes: FullSizes) -> None:
-        super().__init__(linear, stream)
-        self.sizes = sizes
+    def __init__(self, linear: nn.Linear, ports: Ports, vocabulary: Vocabulary, rows: Group) -> None:
+        super().__init__(linear, ports)
+        self.vocabulary, self.rows = vocabulary, rows
 
-    def forward(self, x_BSH: Tensor) -> Tensor:
-        group = self.stream.group
-        return joined(self.columns(x_BSH), -1, split_evenly(self.sizes.vocabulary, group.size), group, PURPOSE)
+    def forward(self, x: Tensor) -> Tensor:
+        logits = joined(self.block(x), -1, self.vocabulary.rows, self.vocabulary.group, PURPOSE)
+        return joined(logits, 0, (len(logits),) * self.rows.size, self.rows, PURPOSE)
 
 
 class VocabularyCrossEntropy(nn.Module):
-    """The summed loss, the same on every rank, of the stream [B, S, H] under the rows of an output matrix that this
-    rank has, and labels [B, T].
+    """The summed loss of some rows of the logits, from this rank's block of the stream, its block of an output matrix,
+    and the labels [B, T] of its samples. Which rows these are, ``ports`` say: all that ``x`` gathers, or, where the
+    terms of logits leave, this rank's part of them. Ranks that differ in their part of the vocabulary alone have the
+    same loss.
 
     As in :mod:`shoal.model.loss`, gradients are made in the forward pass, a chunk of rows at a time, and the z-loss is
     there where gradients are made.
     """
 
-    def __init__(self, stream: Stream, sizes: FullSizes, z_loss: float = 0.0) -> None:
+    def __init__(self, ports: Ports, vocabulary: Vocabulary, z_loss: float = 0.0) -> None:
         super().__init__()
-        self.stream, self.sizes, self.z_loss = stream, sizes, z_loss
+        self.ports, self.vocabulary, self.z_loss = ports, vocabulary, z_loss
 
-    def forward(self, x_BSH: Tensor, weight: Tensor, labels_BT: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, labels_BT: Tensor) -> Tensor:
         # Inside a Function autograd is always off, so whether gradients are wanted must be asked here.
         training = torch.is_grad_enabled()
-        arguments = (self.stream, self.sizes, self.z_loss if training else 0.0, training)
-        total: Tensor = _CrossEntropy.apply(x_BSH, weight, labels_BT, *arguments)  # type: ignore[no-untyped-call]
+        arguments = (self.ports, self.vocabulary, self.z_loss if training else 0.0, training)
+        total: Tensor = _CrossEntropy.apply(x, weight, labels_BT, *arguments)  # type: ignore[no-untyped-call]
         return total
 
 
@@ -80,30 +107,35 @@ class _CrossEntropy(Function):
     def forward(
         ctx: Any,
         x_BSH: Tensor,
-        weight_VH: Tensor,
+        weight: Tensor,
         labels_BT: Tensor,
-        stream: Stream,
-        sizes: FullSizes,
+        ports: Ports,
+        vocabulary: Vocabulary,
         z_loss: float,
         training: bool,
     ) -> Tensor:
         needs_x, needs_weight = (needed and training for needed in ctx.needs_input_grad[:2])
-        x, labels = x_BSH.reshape(1, -1, x_BSH.shape[-1]), stream.by_part(labels_BT)
+        entering_weight = ports.weight.start_enter(weight, ports.weight.full(weight))
+        x = x_BSH.reshape(1, -1, x_BSH.shape[-1])
+        parts = _parts(ports.x)
+        labels = by_part(labels_BT, parts, IGNORED)
         grad_x = torch.empty_like(x) if needs_x else None
         total = x.new_zeros((), dtype=_exact(x.dtype))
-        chunks = _chunks(x.shape[1], stream, sizes.vocabulary, x.shape[2])
+        weight_VH = entering_weight.wait()
+        chunks = _chunks(x.shape[1], parts, part_size(vocabulary.size, vocabulary.group.size), weight_VH.shape[1])
         grad_weight = new_gradient(weight_VH, chunks[0].stop, x.shape[1]) if needs_weight else None
-        space = x.new_empty((chunks[0].stop * stream.parts, weight_VH.shape[0]))
-        arriving = _start_enter(x, chunks[0], stream)
+        space = x.new_empty((chunks[0].stop * parts, weight_VH.shape[0]))
+        arriving = _start_enter(x, chunks[0], ports.x)
         leaving: list[tuple[slice, Arriving]] = []
         for number, chunk in enumerate(chunks):
             x_MH = arriving.wait()[0]
             if number + 1 < len(chunks):
-                arriving = _start_enter(x, chunks[number + 1], stream)
-            label = labels[:, chunk].flatten()
-            row, mine = _rows_here(label, weight_VH, sizes, stream.group)
+                arriving = _start_enter(x, chunks[number + 1], ports.x)
+            label = _own(labels[:, chunk].flatten(), ports.y)
+            row, mine = vocabulary.find(label, weight_VH)
             logits_MV = torch.mm(x_MH, weight_VH.t(), out=space[: len(x_MH)])
-            losses, log_z, scale = _exponentials(logits_MV, row, mine, stream.group)
+            logits_MV = ports.y.start_leave(logits_MV[None]).wait()[0]
+            losses, log_z, scale = _exponentials(logits_MV, row, mine, vocabulary.group)
             if z_loss:
                 losses += z_loss * log_z.square()
                 scale *= 1.0 + 2.0 * z_loss * log_z
@@ -113,16 +145,19 @@ class _CrossEntropy(Function):
             # In place: the gradient of log Z, less one at the label, and zero where nothing counts.
             logits_MV.mul_(scale.masked_fill(label == IGNORED, 0.0)[:, None])
             logits_MV.scatter_add_(1, row[:, None], mine[:, None].to(logits_MV.dtype).neg_())
+            grad_MV = ports.y.start_enter(logits_MV[None], len(x_MH)).wait()[0]
             if grad_x is not None:
                 _land(leaving, grad_x)
-                leaving.append((chunk, stream.start_leave((logits_MV @ weight_VH)[None])))
+                leaving.append((chunk, ports.x.start_leave((grad_MV @ weight_VH)[None])))
             if grad_weight is not None:
-                add_chunk(grad_weight, logits_MV, x_MH, first=number == 0)
+                add_chunk(grad_weight, grad_MV, x_MH, first=number == 0)
+        if grad_weight is not None:
+            grad_weight = ports.weight.start_leave(grad_weight).wait()
         if grad_x is not None:
             _land(leaving, grad_x)
             grad_x = grad_x.view(x_BSH.shape)
         ctx.save_for_backward(grad_x, grad_weight)
-        ctx.weight = weight_VH
+        ctx.weight = weight
         return total
 
     @staticmethod
@@ -137,15 +172,28 @@ class _CrossEntropy(Function):
         )
 
 
-def _chunks(rows: int, stream: Stream, vocabulary: int, hidden: int) -> list[slice]:
+def _parts(port: Port) -> int:
+    """In how many parts the rows [1, rows, …] of a stream lie on different ranks."""
+    return port.group.size if isinstance(port, Even) and port.dim == 1 else 1
+
+
+def _own(labels_M: Tensor, port: Port) -> Tensor:
+    """Of the labels of all rows of a chunk, those of the rows of logits that stay here."""
+    if not isinstance(port, Even):
+        return labels_M
+    size = part_size(len(labels_M), port.group.size)
+    return pad(labels_M, 0, size * port.group.size, IGNORED)[port.group.index * size :][:size]
+
+
+def _chunks(rows: int, parts: int, vocabulary: int, hidden: int) -> list[slice]:
     """Which of this rank's ``rows`` to take at a time, the same on all ranks; the others' come with them."""
-    most = part_size(vocabulary, stream.group.size)
-    step = max(1, chunk_rows(rows * stream.parts, most, hidden) // stream.parts)
+    step = max(1, chunk_rows(rows * parts, vocabulary, hidden) // parts)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def _start_enter(x: Tensor, chunk: slice, stream: Stream) -> Arriving:
-    return stream.start_enter(x[:, chunk], (chunk.stop - chunk.start) * stream.parts)
+def _start_enter(x: Tensor, chunk: slice, port: Port) -> Arriving:
+    part = x[:, chunk]
+    return port.start_enter(part, port.full(part))
 
 
 def _land(leaving: list[tuple[slice, Arriving]], grad_x: Tensor) -> None:
@@ -174,15 +222,6 @@ def _exponentials(logits_MV: Tensor, row: Tensor, mine: Tensor, group: Group) ->
     total = (sums * shares).sum(0)
     log_total = total.log()
     return (top - labelled.sum(0)) + log_total, top + log_total, shares[group.index] / total
-
-
-def _rows_here(tokens: Tensor, weight_VH: Tensor, sizes: FullSizes, group: Group) -> tuple[Tensor, Tensor]:
-    """For each token its row of this rank's matrix, 0 if it has none there, and whether it has one."""
-    rows = split_evenly(sizes.vocabulary, group.size)
-    assert rows[group.index] == weight_VH.shape[0], f"{weight_VH.shape[0]} rows here of {sizes.vocabulary} in all"
-    row = tokens - sum(rows[: group.index])
-    mine = (row >= 0) & (row < rows[group.index])
-    return row.where(mine, 0), mine
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

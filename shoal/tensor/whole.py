@@ -10,13 +10,15 @@ from typing import Any
 
 from torch import nn
 
-from shoal.comm.world import Group
+from shoal.mesh import Coords, Mesh
 from shoal.model.roles import Role, logical_parts
 from shoal.placement import Rule, stacked, whole
 
 
 class Whole:
     """Everything everywhere, entire."""
+
+    loss_axes: tuple[str, ...] = ()
 
     def place(self, role: Role, module: str, parameter: str, shape: Sequence[int]) -> Rule:
         if role.parts:
@@ -25,8 +27,11 @@ class Whole:
             placement = whole(f"{module}.{parameter}" if module else parameter, shape)
         return Rule(lambda _: placement)
 
-    def adapt(self, role: Role, module: nn.Module, group: Group) -> nn.Module:
+    def adapt(self, role: Role, module: nn.Module, mesh: Mesh) -> nn.Module:
         return module
 
-    def localise(self, ctx: Any, group: Group) -> Any:
+    def localise(self, ctx: Any, coords: Coords) -> Any:
         return ctx
+
+    def see(self, ctx: Any) -> None:
+        pass
