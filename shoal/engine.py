@@ -152,7 +152,7 @@ class Engine:
             enter_unit=self._sync.enter_unit,
             leave_unit=self._sync.leave_unit,
             unit_done=self._sync.unit_done,
-            reduce=lambda stage: self._sync.reduce(),
+            reduce=lambda stage: self._sync.reduce(reversed(stages[stage])),
             norm=self._norm,
             update=self._update,
         )

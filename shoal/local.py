@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -38,19 +38,25 @@ class Interpreter(Protocol):
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter of this rank: the unit (layer) that completes its gradient, where it lies, who else has each of its
-    pieces, and the role of its module.
+    """A parameter of this rank: the units (layers) here that use it, where it lies, who else has each of its pieces, and
+    the role of its module.
 
-    ``drawn`` gives its initial values where the parameter has no memory of its own yet.
+    Its gradient is complete when all of ``units`` are done. ``drawn`` gives its initial values where the parameter has
+    no memory of its own yet.
     """
 
     name: str
     parameter: nn.Parameter
-    unit: int
+    units: tuple[int, ...]
     placement: Placement
     holders: tuple[Holders, ...]
     role: Role = REPLICATED
     drawn: Callable[[torch.dtype], Tensor] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def unit(self) -> int:
+        """The first of its units, whose backward pass is the last to reach it."""
+        return self.units[0]
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """The parameter's values in ``dtype``, drawn now if nobody has yet."""
@@ -71,13 +77,12 @@ def lay_out(
     interpreter: Interpreter,
     grid: Grid,
     coords: Coords,
-    stages: Sequence[range] = (),
+    units_of: Sequence[Collection[int]] = (),
 ) -> list[LocalParameter]:
     """Every parameter of ``module``, of full shape, that is held at ``coords``; once, however many modules share it.
 
-    ``stages`` are the units of each pipeline rank (one that has them all, unless told). A parameter that several of a
-    rank's layers share belongs to the first of them: its gradient is complete only when the backward pass has reached
-    that one. One that several stages share is held by each.
+    ``units_of`` are the units of each pipeline rank (one that has them all, unless told). A parameter that several
+    ranks' layers share is held by each.
     """
     users: dict[nn.Parameter, list[int]] = {}
     for unit, (_, layer) in enumerate(layers):
@@ -90,16 +95,16 @@ def lay_out(
         rule = interpreter.place(role, owner, local, parameter.shape)
         if (units := users.get(parameter, [])) == []:
             raise ConfigError(f"Engine: {name} belongs to none of the layers; put it into the layer that uses it")
-        if len(stages) > 1:
-            held_by = frozenset(at for at, stage in enumerate(stages) if any(unit in stage for unit in units))
-            rule, units = _on_stages(rule, held_by), [unit for unit in units if unit in stages[coords["pp"]]]
+        if len(units_of) > 1:
+            held_by = frozenset(at for at, theirs in enumerate(units_of) if any(unit in theirs for unit in units))
+            rule, units = _on_ranks(rule, held_by), [unit for unit in units if unit in units_of[coords["pp"]]]
         if (placement := rule.at(coords)) is not None:
             who = holders(rule, grid, coords)
-            found.append(LocalParameter(name, parameter, units[0], placement, who, role))
+            found.append(LocalParameter(name, parameter, tuple(units), placement, who, role))
     return found
 
 
-def _on_stages(rule: Rule, held_by: frozenset[int]) -> Rule:
+def _on_ranks(rule: Rule, held_by: frozenset[int]) -> Rule:
     return Rule(lambda coords: rule.at(coords) if coords["pp"] in held_by else None, rule.axes | {"pp"})
 
 

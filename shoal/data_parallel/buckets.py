@@ -66,7 +66,7 @@ class Bucket:
 
     def __init__(self, held: Sequence[LocalParameter], divide: Callable[[Holders], Division], treat: Treat) -> None:
         self.dtype, self.device = held[0].parameter.dtype, held[0].parameter.device
-        self.units = frozenset(one.unit for one in held)
+        self.units = frozenset(unit for one in held for unit in one.units)
         self.name = held[0].name
         self.states = treat(held[0])[0].states
         self._treat = treat

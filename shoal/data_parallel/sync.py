@@ -8,7 +8,7 @@ ranks disagree about which collective is next.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -42,6 +42,8 @@ class Sharing:
     """Whether the gradients of parameters in half precision add up in that precision; else they do in float32."""
     masters: bool = True
     """Whether parameters in half precision have float32 copies, which the optimizer works on."""
+    split_backward: bool = False
+    """Whether weight gradients may come later than the gradients of inputs (:mod:`shoal.model.linear`)."""
     cap_bytes: int = BUCKET_BYTES
     """Of a bucket: as large as that if its units are not larger."""
 
@@ -93,13 +95,16 @@ class Sync:
             for flat in self.flats
         ]  # fmt: skip
         self._of_unit: dict[int, list[Main]] = defaultdict(list)
+        self._used_by: dict[int, list[Main]] = defaultdict(list)
         for main in self._mains:
             self._of_unit[main.held.unit].append(main)
+            for unit in main.held.units:
+                self._used_by[unit].append(main)
             main.held.parameter.main = main  # type: ignore[attr-defined]
-            if main.buffered and main.held.parameter.ndim == 2:
+            if (main.buffered or sharing.split_backward) and main.held.parameter.ndim == 2:
                 attach_sink(main.held.parameter, main)
         self._units_done: set[int] = set()
-        self._sent = 0
+        self._sent: set[int] = set()
         self._squares = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
         self._norm_group = self._fewest_for_the_norm()
         self.set_up()
@@ -123,7 +128,7 @@ class Sync:
     def begin(self) -> None:
         """Start a step: nothing has entered, whatever a step that failed half-way has left."""
         self._units_done.clear()
-        self._sent = 0
+        self._sent.clear()
         self._squares.zero_()
         for main in self._mains:
             main.begin()
@@ -137,15 +142,14 @@ class Sync:
     def unit_done(self, unit: int, final: bool) -> None:
         """A backward pass has completed the gradients of ``unit``: take them in. If no pass will follow (``final``),
         send each bucket whose units all are complete."""
-        self._take_in(self._of_unit[unit])
+        self._take_in(self._used_by[unit])
         if not final:
             self._between_passes(unit)
             return
-        for main in self._of_unit[unit]:
-            main.complete()
         self._units_done.add(unit)
-        while self._sent < len(self.flats) and self.flats[self._sent].bucket.units <= self._units_done:
-            self._send_next()
+        for number in sorted({main.bucket for main in self._used_by[unit]}):
+            if self.flats[number].bucket.units <= self._units_done:
+                self._complete(number)
 
     def _take_in(self, mains: Sequence[Main]) -> None:
         first: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -160,21 +164,27 @@ class Sync:
             torch._foreach_copy_(*first)
         if later[0]:
             torch._foreach_add_(*later)
-
-    def _between_passes(self, unit: int) -> None:
-        """Another pass will add to the gradients of ``unit``: autograd does so in place, while the cache has them."""
-        for main in self._of_unit[unit]:
+        for main in mains:  # what comes besides autograd adds in place, while the cache has it
             if main.buffered:
                 alike = main.gradient.dtype == main.held.parameter.dtype
                 main.held.parameter.grad = main.gradient if main.entered and alike else None
 
-    def reduce(self) -> None:
-        """Every gradient of the step has entered: send what has not been sent."""
+    def _between_passes(self, unit: int) -> None:
+        """Another pass will add to the gradients of ``unit``."""
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """Those whose gradients it keeps, in the order of a backward pass."""
+        return tuple(sorted(self._used_by, reverse=True))
+
+    def reduce(self, units: Iterable[int]) -> None:
+        """Every gradient of ``units`` has entered: send what has not been sent."""
+        for unit in units:
+            if unit not in self._units_done:
+                self.unit_done(unit, final=True)
         for main in self._mains:
-            if not main.settled:
+            if main.bucket in self._sent and not main.settled:
                 raise late(main)
-        while self._sent < len(self.flats):
-            self._send_next()
 
     def finish(self) -> None:
         """Wait until the gradients that :meth:`runs` shows are sums over all replicas, and have their squares added."""
@@ -297,7 +307,7 @@ class Sync:
 
     def make_ready(self, main: Main) -> None:
         """A gradient is about to enter: see that it may, and that its bucket has memory."""
-        if main.bucket < self._sent:
+        if main.bucket in self._sent:
             raise late(main)
         self._open(main.bucket)
 
@@ -312,9 +322,14 @@ class Sync:
         for main in self._of_bucket[number]:
             main.fill_up()
 
-    def _send_next(self) -> None:
-        self._fill_up(self._sent)
-        number, self._sent = self._sent, self._sent + 1
+    def _complete(self, number: int) -> None:
+        """Nothing more will come for a bucket: send it."""
+        for main in self._of_bucket[number]:
+            if main.buffered and not main.settled:
+                raise late(main)
+            main.complete()
+        self._fill_up(number)
+        self._sent.add(number)
         self._send(number)
 
     def _fewest_for_the_norm(self) -> Group:

@@ -68,7 +68,7 @@ def by_hand(
         placement = rule.at(mesh.coords)
         assert placement is not None
         parameter = nn.Parameter(torch.zeros(placement.shape, dtype=torch.float64))
-        held[name] = LocalParameter(name, parameter, int(name[-1]), placement, holders(rule, mesh.grid, mesh.coords))
+        held[name] = LocalParameter(name, parameter, (int(name[-1]),), placement, holders(rule, mesh.grid, mesh.coords))
     return held
 
 
@@ -233,7 +233,7 @@ class Replica:
 
     def reduce(self) -> list[Found]:
         """The gradients of the step."""
-        self.sync.reduce()
+        self.sync.reduce(self.sync.units)
         self.sync.finish()
         self.norm = self.sync.norm()
         return found(self.sync.gradients())

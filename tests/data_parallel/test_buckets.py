@@ -27,7 +27,7 @@ def held(
     name: str, *shape: int, unit: int = 0, dtype: torch.dtype = torch.float32, who: Holders = ALL
 ) -> LocalParameter:
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
-    return LocalParameter(name, parameter, unit, whole(name, shape), (who,))
+    return LocalParameter(name, parameter, (unit,), whole(name, shape), (who,))
 
 
 def layers(count: int) -> list[LocalParameter]:
@@ -85,7 +85,7 @@ def test_ranges_are_cut_where_the_holders_change() -> None:
     own, everyone = plain(0, 1), plain(0, 1, 2, 3)  # rank 0 at tp 0; the key rows are at tp 1 too
     parts = stacked([("q", 3), ("k", 1), ("v", 1)], (5, 4))
     fused = [
-        LocalParameter(f"qkv{u}", nn.Parameter(torch.zeros(5, 4)), u, parts, (own, everyone, everyone)) for u in (1, 0)
+        LocalParameter(f"qkv{u}", nn.Parameter(torch.zeros(5, 4)), (u,), parts, (own, everyone, everyone)) for u in (1, 0)
     ]
     at = [partial(placement.divide, grid=grid, rank=rank, size=size) for rank in (0, 1)]
     buckets = [build_buckets(fused, each, TREAT) for each in at]
@@ -101,7 +101,7 @@ def test_ranges_are_cut_where_the_holders_change() -> None:
 
 def test_pieces_must_be_rows() -> None:
     left, right = (Piece(n, (2, 2), ((0, 2), (0, 2)), ((0, 2), (at, at + 2))) for n, at in (("a", 0), ("b", 2)))
-    odd = LocalParameter("ab", nn.Parameter(torch.zeros(2, 4)), 0, Placement((2, 4), (left, right)), (ALL, ALL))
+    odd = LocalParameter("ab", nn.Parameter(torch.zeros(2, 4)), (0,), Placement((2, 4), (left, right)), (ALL, ALL))
     with pytest.raises(AssertionError, match="must be rows"):
         build([odd])
 
@@ -139,7 +139,7 @@ def models(draw: st.DrawFn) -> list[LocalParameter]:
         else:
             lies = stacked([(f"{name}.{i}", n) for i, n in enumerate(rows)], shape)
         parameter = nn.Parameter(torch.zeros(lies.shape))
-        ones.append(LocalParameter(name, parameter, draw(st.integers(0, 2)), lies, (ALL,) * len(lies.pieces)))
+        ones.append(LocalParameter(name, parameter, (draw(st.integers(0, 2)),), lies, (ALL,) * len(lies.pieces)))
     return ones
 
 

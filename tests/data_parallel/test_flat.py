@@ -27,7 +27,7 @@ SHAPES = ((3, 4), (5,), (0,), ())  # 18 elements: of two ranks, each has 9
 def held(values: list[Tensor]) -> list[LocalParameter]:
     who = plain(0, 1)
     ones = [
-        LocalParameter(f"p{i}", nn.Parameter(value.clone()), 0, whole(f"p{i}", value.shape), (who,))
+        LocalParameter(f"p{i}", nn.Parameter(value.clone()), (0,), whole(f"p{i}", value.shape), (who,))
         for i, value in enumerate(values)
     ]
     drawn = nn.Parameter(torch.empty(()).expand(3, 4))

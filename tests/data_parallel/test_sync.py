@@ -68,7 +68,7 @@ class Replica:
 
     def end(self) -> list[Found]:
         """Finish the step and start the next; returns the gradients."""
-        self.sync.reduce()
+        self.sync.reduce(self.sync.units)
         self.sync.finish()
         gradients = found(self.sync.gradients())
         self.sync.updated()
@@ -129,14 +129,14 @@ def test_a_gradient_that_comes_after_its_unit_was_done_is_counted_or_found(kind:
     replica = alone(kind)
     replica.backward(1, False, w1=1.0)
     replica.leave(w1=2.0, n1=4.0)  # before the next micro-batch
+    replica.product("w1", 8.0)
     for unit in (1, 0):
         replica.backward(unit, True)
-    replica.product("w1", 8.0)  # unit 2 is still out, and with it every bucket
     assert values(replica.end()) == ZEROS | {"w1": 11.0, "n1": 4.0}
     replica.backward(1, True, w1=1.0)
     replica.leave(w1=1.0)
     with pytest.raises(ConfigError, match="w1 came after its unit was done"):
-        replica.sync.reduce()
+        replica.sync.reduce(replica.sync.units)
     replica.sync.begin()
     assert values(replica.end()) == ZEROS
 
@@ -158,7 +158,7 @@ def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error_until_the_n
     else:
         replica.leave(w2=1.0)
         with pytest.raises(ConfigError, match="w2 came after its unit was done"):
-            replica.sync.reduce()
+            replica.sync.reduce(replica.sync.units)
     replica.sync.begin()
     replica.backward(2, True, w2=5.0)
     assert values(replica.end()) == ZEROS | {"w2": 5.0}
@@ -189,7 +189,7 @@ def test_a_gradient_of_ones_own_that_comes_late_is_an_error_until_the_next_step(
     replica.backward(2, True, w2=1.0)
     replica.leave(w2=1.0)
     with pytest.raises(ConfigError, match="w2 came after its unit was done"):
-        replica.sync.reduce()
+        replica.sync.reduce(replica.sync.units)
     replica.sync.begin()
     replica.backward(2, True, w2=5.0)
     assert values(replica.end()) == ZEROS | {"w2": 5.0}
@@ -213,7 +213,7 @@ def test_a_bucket_waits_for_all_of_its_units_and_for_the_last_micro_batch(kind: 
 
 
 def uneven(world: World, kind: str) -> list[tuple[list[int], list[int], list[Found], float]]:
-    """Two steps of two micro-batches. Rank 1 uses none of unit 2 and half of unit 1, and completes unit 1 alone."""
+    """Two steps of two micro-batches. Rank 1 uses none of unit 2 and half of unit 1."""
     replica, results = Replica(world, kind, resident=True), []
     for step in range(2):
         replica.sent.clear()
@@ -221,8 +221,7 @@ def uneven(world: World, kind: str) -> list[tuple[list[int], list[int], list[Fou
         for last in (False, True):
             for unit, names in {2: ("w2", "n2"), 1: ("w1", "n1"), 0: ("w0", "n0")}.items():
                 used = [name for name in names if world.rank == 0 or name in ("w1", "w0", "n0")]
-                final = last and (world.rank == 0 or unit == 1)
-                replica.backward(unit, final, **dict.fromkeys(used, value))
+                replica.backward(unit, last, **dict.fromkeys(used, value))
         early = list(replica.sent)
         gradients = replica.end()
         results.append((early, list(replica.sent), gradients, world.ledger.words("dp", "gradients")))
@@ -235,7 +234,7 @@ def test_ranks_that_use_different_parameters_send_the_same_buckets_and_agree(poo
     expected = {"w2": 2.0, "n2": 2.0, "w1": 6.0, "n1": 2.0, "w0": 6.0, "n0": 6.0}
     by_rank = pool.run(uneven, kind, ranks=2, timeout_s=20)
     for step, results in enumerate(zip(*by_rank, strict=True)):
-        assert [early for early, *_ in results] == [[0, 1, 2], []], "as soon as a bucket and all before it are complete"
+        assert [early for early, *_ in results] == [[0, 1, 2]] * 2
         assert [sent for _, sent, *_ in results] == [[0, 1, 2]] * 2
         assert values(*(gradients for _, _, gradients, _ in results)) == {n: v * 10**step for n, v in expected.items()}
         passes = 2 if kind == "allreduce" else 1
@@ -250,7 +249,7 @@ def one_of(mesh: Mesh, unit: int, rule: Rule) -> LocalParameter:
     placement = rule.at(mesh.coords)
     assert placement is not None
     parameter = nn.Parameter(torch.zeros(placement.shape, dtype=torch.float64))
-    return LocalParameter(placement.pieces[0].name, parameter, unit, placement, holders(rule, mesh.grid, mesh.coords))
+    return LocalParameter(placement.pieces[0].name, parameter, (unit,), placement, holders(rule, mesh.grid, mesh.coords))
 
 
 def on_stages(mesh: Mesh, name: str, shape: tuple[int, ...], *stages: int) -> Rule:
@@ -311,7 +310,7 @@ def companies(world: World, axis: str) -> dict[str, tuple[list[Found], float]]:
             one.parameter.grad = torch.full_like(one.parameter, 10.0**worker)
         for unit in sorted({one.unit for one in held}, reverse=True):
             sync.unit_done(unit, final=True)
-        sync.reduce()
+        sync.reduce(sync.units)
         sync.finish()
         results[kind] = found(sync.gradients()), sync.norm()
     return results
@@ -340,7 +339,7 @@ def crossed(world: World, kind: str, cap_bytes: int) -> list[Found]:
     for one in sorted(held, key=lambda one: -one.unit):
         one.parameter.grad = torch.full_like(one.parameter, 10.0 ** (2 * world.rank + (one.parameter is b.weight)))
         sync.unit_done(one.unit, final=True)
-    sync.reduce()
+    sync.reduce(sync.units)
     sync.finish()
     return found(sync.gradients())
 

@@ -62,7 +62,7 @@ class Watched:
             self.opened(f"b{unit}")
 
     def end(self) -> None:
-        self.sync.reduce()
+        self.sync.reduce(self.sync.units)
         self.sync.finish()
         self.sync.updated()
         self.opened("end")
