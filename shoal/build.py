@@ -23,10 +23,10 @@ from shoal.model.task import PlainTask, Task
 from shoal.optim.treatment import Treat
 from shoal.pipeline.faults import faults
 from shoal.pipeline.lower import lower
-from shoal.pipeline.program import Program
+from shoal.pipeline.program import Op, Program, placement
+from shoal.pipeline.program import Programs as EveryRank
+from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.schedules.forward_only import forward_only
-from shoal.pipeline.schedules.gpipe import gpipe
-from shoal.pipeline.schedules.one_f_one_b import one_f_one_b
 from shoal.pipeline.stages import cut
 from shoal.tensor.one_d import OneD
 from shoal.tensor.three_d import ThreeD
@@ -40,9 +40,6 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
-
 
 def costs_of(layers: Sequence[tuple[str, nn.Module]], roles: RoleTable) -> list[int]:
     """What stages are balanced by: how many elements a layer computes with. A table is only looked up."""
@@ -74,6 +71,14 @@ def stages_of(layout: Layout, layers: Sequence[tuple[str, nn.Module]], roles: Ro
         stages = tuple(range(max(0, one.start - 1), min(len(layers), one.stop - 1)) for one in between)
     _check_buffers(layout, layers, stages)
     return stages
+
+
+def held_units(stages: Sequence[range], homes: Sequence[int]) -> list[list[int]]:
+    """``pp``: the units of each pipeline rank, ascending; ``homes`` is the rank of each of the ``stages``."""
+    return [
+        sorted(unit for stage, home in zip(stages, homes, strict=True) if home == rank for unit in stage)
+        for rank in range(max(homes) + 1)
+    ]
 
 
 def _check_buffers(layout: Layout, layers: Sequence[tuple[str, nn.Module]], stages: Sequence[range]) -> None:
@@ -132,6 +137,7 @@ def run_of(
 def sharing_of(layout: Layout) -> Sharing:
     """``zero`` and ``dtype``: what replicas divide, over how many, and the precision of gradients."""
     return Sharing(
+        split_backward=any(act.op is Op.INPUT_GRADIENT for act in passes_of(layout)[0].actions),
         half_grads=layout.half_grads,
         size=(layout.zero_group or layout.alike * dict(layout.tensor_axes).get("a", 1)) if layout.zero else 1,
         keep_params=layout.zero < 3,
@@ -160,8 +166,18 @@ def sync_of(
         case 1 | 2:
             return Zero(trained, frozen, treat, mesh, sharing)
         case _:
-            resident = layout.pp > 1
+            resident = layout.stages > 1
             return ZeroThree(trained, frozen, treat, mesh, sharing, uses=uses, resident=resident)
+
+
+def passes_of(layout: Layout) -> EveryRank:
+    """``pp`` and ``mb``: the passes of a training step of all ranks of a pipeline."""
+    return SCHEDULES[layout.schedule](layout.pp, layout.mb, layout.chunks)
+
+
+def homes_of(layout: Layout) -> tuple[int, ...]:
+    """``pp``: the pipeline rank of each stage."""
+    return placement(passes_of(layout))
 
 
 @dataclass(frozen=True)
@@ -173,17 +189,17 @@ class Programs:
     decode: Program
 
 
-def programs_of(layout: Layout, stage: int) -> Programs:
-    """``pp`` and ``mb``: what one rank does, in order."""
+def programs_of(layout: Layout, rank: int) -> Programs:
+    """``pp`` and ``mb``: what one rank of a pipeline does, in order."""
 
-    def mine(passes: tuple[Program, ...], train: bool) -> Program:
+    def mine(passes: EveryRank, train: bool) -> Program:
         programs = lower(passes)
         assert not (found := faults(programs, train=train)), found
-        return programs[stage]
+        return programs[rank]
 
-    ranks = range(layout.pp)
+    homes = homes_of(layout)
     return Programs(
-        train=mine(SCHEDULES[layout.schedule](layout.pp, layout.mb), train=True),
-        evaluate=mine(forward_only(ranks, layout.mb), train=False),
-        decode=mine(forward_only(ranks, 1), train=False),
+        train=mine(passes_of(layout), train=True),
+        evaluate=mine(forward_only(homes, layout.mb), train=False),
+        decode=mine(forward_only(homes, 1), train=False),
     )

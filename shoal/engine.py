@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from shoal import checkpoint
-from shoal.build import interpreter_of, programs_of, run_of, stages_of, sync_of
+from shoal.build import held_units, homes_of, interpreter_of, programs_of, run_of, stages_of, sync_of
 from shoal.comm.collectives import all_reduce, broadcast, start_all_reduce
 from shoal.comm.world import World
 from shoal.config import Optimizer
@@ -109,7 +110,7 @@ class Engine:
         axes = (("pp",), ("dp", "cp"), ("pp", *tensor), ("pp", "dp", "cp", *apart))
         mesh.open_groups({mesh.ranks_over(*names) for names in (*axes, apart, *((name,) for name in tensor))})
         self._pipeline, self._replicas, self._replica, self._losses = (mesh.over(*names) for names in axes)
-        self._lines = Lines(mesh.over("pp", channel="activations"), mesh.over("pp", channel="gradients"))
+        self._lines = Lines.over(lambda channel: mesh.over("pp", channel=channel))
 
     def _apply(self) -> None:
         """Apply the layout to the model. The order matters, and here is where it is written."""
@@ -123,13 +124,14 @@ class Engine:
         given = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
         copy_from_first(given, self.world.everyone)
         # Cut into pipeline stages.
-        stages = stages_of(self.layout, layers, roles)
-        at = mesh.coords["pp"]
-        mine = stages[at]
+        stages, homes, at = stages_of(self.layout, layers, roles), homes_of(self.layout), mesh.coords["pp"]
+        own = [stage for stage, home in enumerate(homes) if home == at]
+        units_of = held_units(stages, homes)
+        mine = units_of[at]
         used = {unit: list(layers[unit][1].parameters()) for unit in mine}
         # Place: what this rank has of each parameter, and the modules that compute with their part of it.
         interpreter = self._interpreter
-        held = lay_out(module, layers, roles, interpreter, mesh.grid, mesh.coords, stages)
+        held = lay_out(module, layers, roles, interpreter, mesh.grid, mesh.coords, units_of)
         names = {one.parameter: one.name for one in held}
         for unit in set(range(len(layers))) - set(mine):
             drop(layers[unit][1], [layers[other][1] for other in mine])
@@ -137,7 +139,9 @@ class Engine:
         for unit in mine:
             adapt(*layers[unit], roles, interpreter, mesh)
         # Recompute.
-        runs = tuple((unit, run_of(self.layout, self.task, interpreter, unit, at)) for unit in mine)
+        last = len(stages) - 1
+        run = partial(run_of, self.layout, self.task, interpreter)
+        runs = {stage: tuple((unit, run(unit, stage)) for unit in stages[stage]) for stage in own}
         # Shard, and materialise by placement.
         uses = {unit: [names[parameter] for parameter in used[unit]] for unit in mine}
         masters = self.optimizer.rounding == "nearest"
@@ -146,17 +150,19 @@ class Engine:
         self._buffers = [buffer for _, buffer in persistent_buffers(module)]
         # The Program, and what its actions mean.
         self._programs = programs_of(self.layout, at)
-        stage = Stage(at, first=at == 0, last=at == len(stages) - 1, layers=runs)
         handlers = Handlers(
             must_see=self._sync.must_see,
             enter_unit=self._sync.enter_unit,
             leave_unit=self._sync.leave_unit,
             unit_done=self._sync.unit_done,
+            postpone=self._sync.postpone,
             reduce=lambda stage: self._sync.reduce(reversed(stages[stage])),
             norm=self._norm,
             update=self._update,
         )
-        self._executor = Executor(self.task, [stage], handlers, self._lines)
+        found = [Stage(stage, stage == 0, stage == last, runs[stage]) for stage in own]
+        self._executor = Executor(self.task, found, handlers, self._lines)
+        self._last = homes[last]
 
     def step(self, batch: Batch) -> StepResult:
         """One optimizer step over this data-parallel rank's samples of the whole step (dim 0 of every tensor).
@@ -231,7 +237,7 @@ class Engine:
             with self._forward_only():
                 found = self._executor.outputs(self._programs.decode, [batch], self._contexts(cache=cache))
             logits = found[0][0, -1] if found else next(task.parameters()).new_empty(task.shape.vocab)
-            broadcast(logits, self._pipeline, "generation", source=self._pipeline.size - 1)
+            broadcast(logits, self._pipeline, "generation", source=self._last)
             return logits
 
         return decode
@@ -321,7 +327,7 @@ class Engine:
 
     def _check_whole(self) -> None:
         """What stages have sent each other in a step that was cut short would meet what the next one sends."""
-        if self._cut_short and self.layout.pp > 1:
+        if self._cut_short and self.layout.stages > 1:
             raise ConfigError(
                 f"Engine: the step after step {self.steps_done} was cut short by an error, and a pipeline cannot go on "
                 "from the middle of a step; make a new engine, and load a checkpoint into it"

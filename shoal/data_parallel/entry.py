@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,31 +16,47 @@ _NONE = torch.empty(0)
 """In place of a gradient that there is not yet."""
 
 
-class Main:
-    """The way in for the gradient of one parameter of bucket number ``bucket``. It is kept in ``gradient``: a part of
-    the bucket's buffer, or, where nobody shares it (not ``buffered``), the tensor that autograd has made, which saves a
-    pass over memory. ``make_ready`` is called before a contribution enters a buffer."""
+Contribution = Callable[[], None]
+"""Makes a part of a weight's gradient, and enters it."""
 
-    def __init__(self, slot: Slot, bucket: int, flat: Flat, make_ready: Callable[[Main], None]) -> None:
-        self.held, self.bucket = slot.held, bucket
-        self.buffered = flat.buffered
-        self.gradient = slot.of(flat.grads) if self.buffered else _NONE
+
+class Later:
+    """Where contributions wait that are to be made later, while there is a place (``kept``): a backward pass that makes
+    the gradients of inputs alone sets one (Qi et al. 2023, 2401.10241)."""
+
+    def __init__(self) -> None:
+        self.kept: list[Contribution] | None = None
+
+    def keep(self, contribution: Contribution) -> bool:
+        """Whether a contribution now waits; else it is to be made at once."""
+        if self.kept is None:
+            return False
+        self.kept.append(contribution)
+        return True
+
+
+class Main:
+    """The way in for the gradient of one parameter of bucket number ``bucket``. It is kept in ``gradient``, which
+    subclasses place; ``buffered`` says that it is a part of the bucket's buffer. ``make_ready`` is called before a
+    contribution enters."""
+
+    buffered = True
+
+    def __init__(
+        self, slot: Slot, bucket: int, gradient: Tensor, make_ready: Callable[[Main], None], later: Later
+    ) -> None:
+        self.held, self.bucket, self.gradient = slot.held, bucket, gradient
         self.entered = False
-        """Whether a contribution of this step is in the buffer; before, the buffer holds what an earlier one left."""
-        self._make_ready = make_ready
+        """Whether a contribution of this step is in ``gradient``; before, that holds what an earlier one left."""
+        self._make_ready, self._later = make_ready, later
 
     def begin(self) -> None:
         """A step begins: there is no gradient."""
         self.entered, self.held.parameter.grad = False, None
-        if not self.buffered:
-            self.gradient = _NONE
 
     def complete(self) -> None:
         """Every contribution of the step has come. What still came would lie in ``grad``, where it is found."""
-        parameter = self.held.parameter
-        if not self.buffered and parameter.grad is not None:
-            self.gradient, self.entered = parameter.grad, True
-        parameter.grad = None
+        self.held.parameter.grad = None
 
     @property
     def settled(self) -> bool:
@@ -58,11 +75,7 @@ class Main:
 
     def fill_up(self) -> None:
         """What no sample of this rank used counts as zero."""
-        if not self.entered:
-            if self.buffered:
-                self.gradient.zero_()
-            else:
-                self.gradient = torch.zeros_like(self.held.parameter)
+        raise NotImplementedError
 
     def enter(self) -> bool:
         """Make ready for a contribution; returns whether it is the first of the step."""
@@ -70,22 +83,48 @@ class Main:
         first, self.entered = not self.entered, True
         return first
 
+    def later(self, contribution: Contribution) -> bool:
+        """Whether ``contribution`` waits now."""
+        return self._later.keep(contribution)
+
     def add(self, gradient: Tensor) -> None:
-        """Add ``gradient``."""
+        """Add ``gradient`` (given up)."""
+        raise NotImplementedError
+
+    def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
+        """Add ``gradient`` times a scalar."""
+        raise NotImplementedError
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add leftᵀ·right, now or later (see :mod:`shoal.model.linear`)."""
+        if not self.later(partial(self._add_product, left, right)):
+            self._add_product(left, right)
+
+    def _add_product(self, left: Tensor, right: Tensor) -> None:
+        raise NotImplementedError
+
+
+class InBuffer(Main):
+    """A gradient in its bucket's buffer."""
+
+    def fill_up(self) -> None:
+        if not self.entered:
+            self.gradient.zero_()
+
+    def add(self, gradient: Tensor) -> None:
         if self.enter():
             self.gradient.copy_(gradient)
         else:
             self.gradient.add_(gradient)
 
     def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
-        """Add ``gradient`` times a scalar."""
         if self.enter():
             torch.mul(gradient, scale, out=self.gradient)
         else:
             self.gradient.addcmul_(gradient, scale)
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add leftᵀ·right, computed into the buffer if that has its precision (see :mod:`shoal.model.linear`)."""
+    def _add_product(self, left: Tensor, right: Tensor) -> None:
+        """Computed into the buffer, if that has the product's precision."""
         first = self.enter()
         if self.gradient.dtype != left.dtype:
             self.gradient.copy_(left.t() @ right) if first else self.gradient.add_(left.t() @ right)
@@ -93,6 +132,49 @@ class Main:
             torch.mm(left.t(), right, out=self.gradient)
         else:
             self.gradient.addmm_(left.t(), right)
+
+
+class AsMade(Main):
+    """A gradient that nobody shares: the tensor that autograd or the first contribution has made, which saves a pass
+    over memory. Until it is complete it is the parameter's ``grad``."""
+
+    buffered = False
+
+    def begin(self) -> None:
+        super().begin()
+        self.gradient = _NONE
+
+    def complete(self) -> None:
+        if (grad := self.held.parameter.grad) is not None:
+            self.gradient, self.entered = grad, True
+        super().complete()
+
+    def fill_up(self) -> None:
+        if not self.entered:
+            self.gradient = torch.zeros_like(self.held.parameter)
+
+    def add(self, gradient: Tensor) -> None:
+        self._make_ready(self)
+        parameter = self.held.parameter
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
+        self.add((gradient * scale).to(self.held.parameter.dtype))
+
+    def _add_product(self, left: Tensor, right: Tensor) -> None:
+        grad = self.held.parameter.grad
+        if grad is None:
+            self.add(left.t() @ right)
+        else:
+            self._make_ready(self)
+            grad.addmm_(left.t(), right)
+
+
+def main_of(slot: Slot, bucket: int, flat: Flat, make_ready: Callable[[Main], None], later: Later) -> Main:
+    """The way in for the parameter in a slot of ``flat``."""
+    if flat.buffered:
+        return InBuffer(slot, bucket, slot.of(flat.grads), make_ready, later)
+    return AsMade(slot, bucket, _NONE, make_ready, later)
 
 
 def late(main: Main) -> ConfigError:

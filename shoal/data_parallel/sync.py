@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.comm.collectives import Pending, all_reduce, start_all_reduce
 from shoal.comm.world import Group
 from shoal.data_parallel.buckets import BUCKET_BYTES, Bucket, OwnBox, build_buckets
-from shoal.data_parallel.entry import Main, late
+from shoal.data_parallel.entry import Contribution, Later, Main, late, main_of
 from shoal.data_parallel.flat import Flat, is_open, open_
 from shoal.errors import ConfigError
 from shoal.local import LocalParameter, settle
@@ -73,11 +73,12 @@ class Sync:
         mesh.open_groups({ranks for each in divisions for ranks in (each.shard, each.cross)})
         self.flats: list[Flat] = []
         self._mains: list[Main] = []
+        self.later = Later()
         self._of_bucket: list[list[Main]] = []
         for number, bucket in enumerate(build_buckets(trained, self._divide, treat, sharing.cap_bytes)):
             flat = self._flat(bucket)
             self.flats.append(flat)
-            self._mains += (mains := [Main(slot, number, flat, self.make_ready) for slot in bucket.slots])
+            self._mains += (mains := [main_of(slot, number, flat, self.make_ready, self.later) for slot in bucket.slots])
             self._of_bucket.append(mains)
             flat.release_whole()  # so that no more than one is whole that will not stay so
         # Frozen parameters are divided if parameters are; else each has memory of its own.
@@ -132,6 +133,10 @@ class Sync:
         self._squares.zero_()
         for main in self._mains:
             main.begin()
+
+    def postpone(self, kept: list[Contribution] | None) -> None:
+        """Contributions to weights' gradients, of those that can wait, are ``kept`` until None is."""
+        self.later.kept = kept
 
     def enter_unit(self, unit: int, backward: bool) -> None:
         """The parameters of ``unit`` are about to be used."""

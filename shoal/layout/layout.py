@@ -26,7 +26,7 @@ __all__ = ["BUILT", "Layout", "ModelShape", "Offload"]
 BUILT: dict[str, tuple[str, ...]] = {
     "zero": ("1", "2", "3"),
     "tp": ("1d", "1d-sp", "2d", "2.5d", "3d", "AxBxC"),
-    "pp": ("gpipe", "1f1b"),
+    "pp": ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "list"),
     "recompute": ("selective", "full"),
     "dtype": ("float32", "float64", "bf16", "fp16"),
 }

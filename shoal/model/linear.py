@@ -2,12 +2,13 @@
 
 Autograd makes the gradient of a weight as a new tensor, which someone then copies or adds into a buffer: a pass over
 memory as large as the weight, in every micro-batch. A weight with a *sink* hands over the two factors instead, and the
-product is computed into the buffer, or added to it, by the one kernel that computes it. Without a sink a
-:class:`Linear` is ``nn.Linear``.
+product is computed into the buffer, or added to it, by the one kernel that computes it: at once, or when a pipeline has
+nothing more urgent to do. Without a sink a :class:`Linear` is ``nn.Linear``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any, Protocol
 
@@ -20,6 +21,9 @@ from torch.autograd.function import once_differentiable
 class Sink(Protocol):
     """Takes in the gradient of one weight. Autograd then has none for it, and hooks on the weight do not run."""
 
+    def later(self, contribution: Callable[[], None]) -> bool:
+        """Whether the gradient is to be made later, by calling ``contribution``, which is kept."""
+
     def add(self, gradient: Tensor) -> None:
         """Add ``gradient``."""
 
@@ -27,7 +31,7 @@ class Sink(Protocol):
         """Add ``gradient`` times a scalar."""
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add leftᵀ·right to the gradient [out, in]; ``left`` is [rows, out], ``right`` [rows, in]."""
+        """Add leftᵀ·right to the gradient [out, in], now or later; ``left`` is [rows, out], ``right`` [rows, in]."""
 
 
 def attach_sink(weight: nn.Parameter, sink: Sink) -> None:
@@ -50,6 +54,12 @@ def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
+def later(weight: Tensor, contribution: Callable[[], None]) -> bool:
+    """Whether the gradient of ``weight`` is to be made later, by calling ``contribution``, which its sink has kept."""
+    sink: Sink | None = getattr(weight, "sink", None)
+    return sink is not None and sink.later(contribution)
 
 
 def whole_gradient(weight: Tensor, gradient: Tensor) -> Tensor | None:

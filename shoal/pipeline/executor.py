@@ -26,6 +26,8 @@ from shoal.pipeline.watch import Watch
 
 Layer = Callable[[Tensor, Any], Tensor]
 """A layer as a function of its input and the micro-batch's context."""
+Contribution = Callable[[], None]
+"""Makes a part of the gradient of a weight."""
 _Place = tuple[int, int]  # stage, micro-batch
 
 
@@ -60,6 +62,8 @@ class Handlers:
     reduce: Callable[[int], None]
     norm: Callable[[], None]
     update: Callable[[], None]
+    postpone: Callable[[list[Contribution] | None], None] = _nothing
+    """Has weight gradients wait in the list that is given, for all that can, until it is given None."""
     must_see: bool = False
     """Whether a backward pass must be followed from unit to unit: else a unit may be entered too late for its use."""
     enter_unit: Callable[[int, bool], None] = _nothing
@@ -119,7 +123,7 @@ class Executor:
                 except Exception as error:
                     error.add_note(f"in {act.in_words()}")
                     raise
-        left = [*run.inputs, *run.gradients, *run.passes]
+        left = [*run.inputs, *run.gradients, *run.passes, *run.waiting]
         assert not left, f"(stage, micro-batch) {left[0]}: a result without use, or a pass without answer"
         return run.ends
 
@@ -159,6 +163,7 @@ class _Run:
     inputs: dict[_Place, tuple[Tensor, Form]] = field(default_factory=dict)
     gradients: dict[_Place, Tensor] = field(default_factory=dict)
     passes: dict[_Place, _Pass] = field(default_factory=dict)
+    waiting: dict[_Place, list[Contribution]] = field(default_factory=dict)
     ends: dict[int, Tensor] = field(default_factory=dict)
 
     def perform(self, act: Act) -> None:
@@ -168,6 +173,10 @@ class _Run:
                 self._forward(act)
             case Op.BACKWARD:
                 self._backward(act)
+            case Op.INPUT_GRADIENT:
+                self._input_gradient(act)
+            case Op.WEIGHT_GRADIENT:
+                self._weight_gradient(act)
             case Op.SEND_ACTIVATION:
                 self.mail.send_activation(act, *self.inputs.pop((stage + 1, number)), self.kinds[number])
             case Op.RECEIVE_ACTIVATION:
@@ -190,7 +199,7 @@ class _Run:
     def _forward(self, act: Act) -> None:
         stage, number = self.stages[act.stage], act.micro_batch
         handlers = self.handlers  # the graph will refer to it: not to this run, which refers to the graph
-        final = self.scale is not None and self.program.final_backward(act.stage) == number
+        final = self.scale is not None and self.program.completing[act.stage] == act._replace(op=Op.BACKWARD)
         watch = Watch(
             (unit for unit, _ in stage.layers),
             enter=lambda unit: handlers.enter_unit(unit, True),
@@ -241,6 +250,25 @@ class _Run:
         if (form := one.input) is not None:
             found = one.gradient or [torch.zeros(form.shape, dtype=form.dtype, device=_device(self.batches))]
             self.gradients[act.stage - 1, act.micro_batch] = found[0]
+
+    def _input_gradient(self, act: Act) -> None:
+        """A backward pass whose weight gradients wait. What has none that can wait has nothing left to do."""
+        waiting = self.waiting[act.stage, act.micro_batch] = []
+        self.handlers.postpone(waiting)
+        try:
+            self._backward(act)
+        finally:
+            self.handlers.postpone(None)
+
+    def _weight_gradient(self, act: Act) -> None:
+        waiting = self.waiting.pop((act.stage, act.micro_batch))
+        with torch.no_grad():
+            for place, contribution in enumerate(waiting):
+                contribution()
+                waiting[place] = _nothing  # and what it was made of may go
+        if self.program.completing[act.stage] == act:
+            for unit, _ in reversed(self.stages[act.stage].layers):
+                self.handlers.unit_done(unit, True)
 
     def _gradient(self, act: Act) -> Tensor:
         """Of what the stage has made: the loss, or the next stage's input."""

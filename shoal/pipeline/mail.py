@@ -22,7 +22,7 @@ from shoal.comm.collectives import Pending
 from shoal.comm.point_to_point import start_receive, start_send
 from shoal.errors import LayoutError, setting
 from shoal.pipeline.lines import Lines
-from shoal.pipeline.program import DROP, Act, Op
+from shoal.pipeline.program import DROP, Act, Op, named
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """What may cross a boundary: what can have a gradient."""
@@ -152,12 +152,12 @@ class Mail:
 
     @property
     def _size(self) -> int:
-        return self._lines.activations.size
+        return self._lines.ranks.size
 
     def _send(self, act: Act, tensor: Tensor, *, header: bool = False) -> None:
         tensor, tag = tensor.contiguous(), _tag(act.stage, act.micro_batch, header)
         dropped = act._replace(op=DROP[act.op])
-        pending = start_send(tensor, self._lines.of(act.op), act.peer, tag)
+        pending = start_send(tensor, self._lines.of(act), act.peer, tag)
         self._sent[dropped].append(_Message(dropped, tensor, pending))
 
     def _receive(self, act: Act, form: Form, *, header: bool = False) -> _Message:
@@ -165,10 +165,10 @@ class Mail:
         tensor = torch.empty(form.shape, dtype=form.dtype, device=self._device)
         tag = _tag(sender, act.micro_batch, header)
         purpose = "boundary header" if header else "boundary"
-        return _Message(act, tensor, start_receive(tensor, self._lines.of(act.op), act.peer, tag, purpose))
+        return _Message(act, tensor, start_receive(tensor, self._lines.of(act), act.peer, tag, purpose))
 
     def _take(self, act: Act) -> Tensor:
-        message = self._expected.pop((act.op, act.stage, act.micro_batch))
+        message = self._expected.pop((named(act).op, act.stage, act.micro_batch))
         self._wait(message)
         return message.tensor
 
@@ -176,7 +176,7 @@ class Mail:
         try:
             message.pending.wait()
         except RuntimeError as error:
-            peer = self._lines.activations.ranks[message.act.peer]
+            peer = self._lines.ranks.ranks[message.act.peer]
             error.add_note(f"nothing from rank {peer} while {message.act.in_words()}")
             raise
 

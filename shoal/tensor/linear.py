@@ -10,6 +10,7 @@ Backward, dX = dY·W and dW = dYᵀ·X: X is on its way while dX is computed, an
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from shoal.comm.differentiable import Arriving
-from shoal.model.linear import weight_gradient, whole_gradient
+from shoal.model.linear import later, weight_gradient, whole_gradient
 from shoal.tensor.ports import Port, Ports, Still
 
 
@@ -44,12 +45,12 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ports: Ports) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.ports, ctx.x_length = weight, ports, ports.x.full(x)
-        entering_x = ports.x.start_enter(x, ctx.x_length)
+        ctx.weight, ctx.ports, x_length = weight, ports, ports.x.full(x)
+        entering_x = ports.x.start_enter(x, x_length)
         whole_weight = _start_enter(weight, ports.weight).wait()
         alone = isinstance(ports.y, Still)
         term = F.linear(entering_x.wait(), whole_weight, bias if alone else None)
-        ctx.y_length = term.shape[ports.y.dim]
+        ctx.lengths = x_length, term.shape[ports.y.dim]
         y = ports.y.start_leave(term).wait()
         return y if bias is None or alone else y.add_(bias)
 
@@ -59,20 +60,28 @@ class _Linear(Function):
         (x,) = ctx.saved_tensors
         weight, ports = ctx.weight, ctx.ports
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        entering_y = ports.y.start_enter(grad, ctx.y_length)
+        entering_y = ports.y.start_enter(grad, ctx.lengths[1])
         entering_weight = _start_enter(weight, ports.weight) if needs_x else None
-        entering_x = ports.x.start_enter(x, ctx.x_length) if needs_weight else None
         grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
+        needs_weight = needs_weight and not later(weight, partial(_later, weight, x, grad, ports, ctx.lengths))
+        entering_x = ports.x.start_enter(x, ctx.lengths[0]) if needs_weight else None
         grad = entering_y.wait()
         leaving_x = ports.x.start_leave(grad @ entering_weight.wait()) if entering_weight else None
-        if entering_x is None:
-            grad_weight = None
-        elif isinstance(ports.weight, Still):
-            grad_weight = weight_gradient(weight, grad, entering_x.wait())
-        else:
-            term = grad.flatten(0, -2).t() @ entering_x.wait().flatten(0, -2)
-            grad_weight = whole_gradient(weight, ports.weight.start_leave(term).wait())
+        grad_weight = _weight_gradient(weight, entering_x, grad, ports) if entering_x else None
         return leaving_x.wait() if leaving_x else None, grad_weight, grad_bias, None
+
+
+def _weight_gradient(weight: Tensor, entering_x: Arriving, grad: Tensor, ports: Ports) -> Tensor | None:
+    if isinstance(ports.weight, Still):
+        return weight_gradient(weight, grad, entering_x.wait())
+    term = grad.flatten(0, -2).t() @ entering_x.wait().flatten(0, -2)
+    return whole_gradient(weight, ports.weight.start_leave(term).wait())
+
+
+def _later(weight: Tensor, x: Tensor, grad: Tensor, ports: Ports, lengths: tuple[int, int]) -> None:
+    """Both blocks are fetched again rather than kept whole."""
+    entering_x, entering_y = ports.x.start_enter(x, lengths[0]), ports.y.start_enter(grad, lengths[1])
+    _weight_gradient(weight, entering_x, entering_y.wait(), ports)
 
 
 def _start_enter(part: Tensor, port: Port) -> Arriving:

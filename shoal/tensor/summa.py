@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from shoal.comm.collectives import Pending, start_broadcast, start_reduce
 from shoal.comm.differentiable import Arriving
 from shoal.comm.world import Group
-from shoal.model.linear import whole_gradient
+from shoal.model.linear import later, whole_gradient
 from shoal.tensor.ports import PURPOSE
 
 
@@ -78,8 +79,10 @@ class _Summa(Function):
         products = []
         if needs_x:
             products.append(_Product(rows, ctx.weight, brought=down, summed=across))
+        of_weight = _Product(rows.t(), x.flatten(0, -2).contiguous(), brought=across, summed=down)
+        needs_weight = needs_weight and not later(ctx.weight, partial(_later, ctx.weight, of_weight, widths))
         if needs_weight:
-            products.append(_Product(rows.t(), x.flatten(0, -2).contiguous(), brought=across, summed=down))
+            products.append(of_weight)
         grads = iter(_sums(products, widths))
         grad_x = next(grads).view(x.shape) if needs_x else None
         grad_weight = whole_gradient(ctx.weight, next(grads)) if needs_weight else None
@@ -95,6 +98,10 @@ class _Product:
     own: Tensor
     brought: Group
     summed: Group
+
+
+def _later(weight: Tensor, product: _Product, widths: Sequence[int]) -> None:
+    whole_gradient(weight, *_sums([product], widths))
 
 
 def _sums(products: Sequence[_Product], widths: Sequence[int]) -> list[Tensor]:
