@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from shoal.comm.world import init as init
     from shoal.config import Optimizer as Optimizer
     from shoal.engine import Engine as Engine
-    from shoal.engine import StepResult as StepResult
+    from shoal.result import StepResult as StepResult
     from shoal.layout import Layout as Layout
     from shoal.train.importing import load_hf as load_hf
 
@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Engine": "shoal.engine",
-    "StepResult": "shoal.engine",
+    "StepResult": "shoal.result",
     "Layout": "shoal.layout",
     "Optimizer": "shoal.config",
     "World": "shoal.comm.world",

@@ -14,7 +14,7 @@ from shoal.data_parallel.buckets import BUCKET_BYTES
 from shoal.data_parallel.sync import Sharing, Sync
 from shoal.data_parallel.zero import Zero, ZeroThree
 from shoal.errors import LayoutError, setting
-from shoal.layout import Layout
+from shoal.layout import Layout, kinds
 from shoal.local import Interpreter, LocalParameter
 from shoal.memory.recompute import recompute_attention, recomputed
 from shoal.mesh import Mesh
@@ -40,6 +40,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
 
 def costs_of(layers: Sequence[tuple[str, nn.Module]], roles: RoleTable) -> list[int]:
     """What stages are balanced by: how many elements a layer computes with. A table is only looked up."""
@@ -172,7 +173,9 @@ def sync_of(
 
 def passes_of(layout: Layout) -> EveryRank:
     """``pp`` and ``mb``: the passes of a training step of all ranks of a pipeline."""
-    return SCHEDULES[layout.schedule](layout.pp, layout.mb, layout.chunks)
+    # Of an asynchronous schedule, a step by itself is one of 1F1B.
+    name = "1f1b" if kinds.SCHEDULES[layout.schedule].asynchronous else layout.schedule
+    return SCHEDULES[name](layout.pp, layout.mb, layout.chunks)
 
 
 def homes_of(layout: Layout) -> tuple[int, ...]:

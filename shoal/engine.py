@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +20,7 @@ from shoal.config import Optimizer
 from shoal.data_parallel.buffers import average, copy_from_first
 from shoal.errors import ConfigError, Diverged
 from shoal.feed import check_same, micro_batches
+from shoal.flow import Flow
 from shoal.layout import Layout
 from shoal.local import (
     adapt,
@@ -39,30 +39,16 @@ from shoal.optim.clip import clip_factor
 from shoal.optim.guard import Guard
 from shoal.optim.optimizers import Updater
 from shoal.optim.treatment import Treatments
-from shoal.pipeline.executor import Executor, Handlers, Stage
+from shoal.pipeline.executor import Executor, Handlers, Running, Stage
 from shoal.pipeline.lines import Lines
+from shoal.pipeline.stream import Stream
+from shoal.pipeline.weights import Place, Weights
 from shoal.placement import Fragment
+from shoal.result import StepResult
 
 TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _META = "engine"
 """Where the engine keeps its own numbers among those that a checkpoint remembers."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One finished optimizer step.
-
-    ``loss`` is the mean over the ``weight`` positions (or samples) of the whole step, all ranks together;
-    ``grad_norm`` that of all gradients before clipping; ``lr`` the rate that was applied: 0 where the step was
-    ``skipped``, because a gradient was not finite.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    weight: float
-    skipped: bool = False
 
 
 class Engine:
@@ -97,6 +83,7 @@ class Engine:
         _check_module(self.task.module)
         self.steps_done = 0
         self._cut_short, self._samples_checked = False, False
+        self._finished: list[StepResult] = []
         self.on_gradients: Callable[[], None] = lambda: None
         """Called when gradients are reduced and not yet clipped: the moment at which they can be compared."""
         self.mesh = Mesh(self.layout.axes, self.world)
@@ -156,19 +143,37 @@ class Engine:
             leave_unit=self._sync.leave_unit,
             unit_done=self._sync.unit_done,
             postpone=self._sync.postpone,
-            reduce=lambda stage: self._sync.reduce(reversed(stages[stage])),
+            reduce=lambda stage, first: self._reduce(stages[stage], stage, first),
             norm=self._norm,
             update=self._update,
         )
         found = [Stage(stage, stage == 0, stage == last, runs[stage]) for stage in own]
         self._executor = Executor(self.task, found, handlers, self._lines)
         self._last = homes[last]
+        self._flow = self._open_flow(mine) if self.layout.asynchronous else None
 
-    def step(self, batch: Batch) -> StepResult:
+    def _open_flow(self, units: Sequence[int]) -> Flow:
+        """What an asynchronous schedule makes of steps."""
+        layout, mesh, device = self.layout, self.mesh, self.world.device
+        stream = Stream(layout.schedule, layout.pp, mesh.coords["pp"], layout.mb)
+        weights = Weights(self.task.module, [Place(*each) for each in self._sync.places()])
+        stage = mesh.over("dp", "cp", *layout.tensor_names)
+
+        def begin(scale: Callable[[int], Tensor]) -> Running:
+            return self._executor.begin(stream.ways, device, scale, weights=weights)
+
+        return Flow(
+            stream, begin, self._sync, weights, self._updater, self._guard, self.optimizer, self.rate,
+            units=reversed(units), stage=stage, replicas=self._replicas, losses=self._losses,
+        )  # fmt: skip
+
+    def step(self, batch: Batch) -> StepResult | None:
         """One optimizer step over this data-parallel rank's samples of the whole step (dim 0 of every tensor).
 
         They are divided over the layout's micro-batches in order; :class:`LayoutError` when they cannot be. All ranks
-        of a replica (its stages, its tensor-parallel ranks) are given the same samples.
+        of a replica (its stages, its tensor-parallel ranks) are given the same samples. Returns the newest result:
+        that of this step, or, under an asynchronous schedule, of the newest one that has finished, None before the
+        first has. :meth:`finished` has them all.
         """
         batches = micro_batches(batch, self.layout.mb, self.world.device)
         self._check_whole()
@@ -176,11 +181,13 @@ class Engine:
             check_same(batch, self._replica, self.world.device)
             self._samples_checked = True
         self._sync.check()
+        if self._flow is not None:
+            return self._begin_step(self._flow, batches)
         self._sync.begin()
-        weight = self._weight(batches)
+        weight = self._weights(batches).sum()
         agreed = start_all_reduce(weight, self._replicas, "weight")
 
-        def scale() -> Tensor:
+        def scale(_: int) -> Tensor:
             agreed.wait()
             known = torch.where(weight > 0, self._guard.scale / weight, 0.0)
             return torch.where(weight.isfinite(), known, torch.nan)  # of which every gradient then is
@@ -203,7 +210,25 @@ class Engine:
         self.steps_done += 1
         counted = weight.item()
         mean = loss.item() / counted if counted else 0.0
-        return StepResult(self.steps_done, mean, self._grad_norm, self._lr, counted, skipped=not self._updated)
+        result = StepResult(self.steps_done, mean, self._grad_norm, self._lr, counted, skipped=not self._updated)
+        self._finished = [result]
+        return result
+
+    def _begin_step(self, flow: Flow, batches: list[dict[str, Tensor]]) -> StepResult | None:
+        contexts = self._contexts(seed=self.seed, step=self.steps_done, train=True)
+        try:
+            found = flow.step(self.steps_done, batches, self._weights(batches), contexts)
+        except BaseException:
+            self._cut_short = True
+            raise
+        self.steps_done += 1
+        self._finished += found
+        return found[-1] if found else None
+
+    def finished(self) -> list[StepResult]:
+        """The results of the steps that have finished since this was last asked, in order."""
+        found, self._finished = self._finished, []
+        return found
 
     def _put_back(self, buffers: list[Tensor]) -> None:
         for buffer, before in zip(self._buffers, buffers, strict=True):
@@ -220,7 +245,7 @@ class Engine:
         batches = micro_batches(batch, self.layout.mb, self.world.device)
         with self._forward_only():
             loss = self._executor.run(self._programs.evaluate, batches, self._contexts())
-        weight = self._weight(batches)
+        weight = self._weights(batches).sum()
         all_reduce(loss, self._losses, "evaluation")
         all_reduce(weight, self._replicas, "evaluation")
         return loss.item(), weight.item()
@@ -243,7 +268,11 @@ class Engine:
         return decode
 
     def drain(self) -> None:
-        """Finish what is in flight: nothing, under a schedule that ends each step with its update."""
+        """Finish what is in flight: nothing, under a schedule that ends each step with its update. What it finishes,
+        :meth:`finished` tells. All ranks call it."""
+        if self._flow is not None:
+            self._check_whole()
+            self._finished += self._flow.drain()
 
     def save(self, folder: Path, meta: Mapping[str, Any] | None = None, *, keep: int | None = None) -> Path:
         """Write weights and optimizer states as a new checkpoint below ``folder``; returns its path.
@@ -285,12 +314,24 @@ class Engine:
         in them."""
         return list(self._sync.gradients())
 
-    def _norm(self) -> None:
+    def _reduce(self, units: range, stage: int, first: int) -> None:
+        if self._flow is not None:
+            self._flow.reduce(stage, first)
+        else:
+            self._sync.reduce(reversed(units))
+
+    def _norm(self, first: int) -> None:
+        if self._flow is not None:
+            self._flow.norm(first)
+            return
         self._sync.finish()
         self.on_gradients()
         self._grad_norm = self._sync.norm() / self._guard.scale
 
-    def _update(self) -> None:
+    def _update(self, first: int) -> None:
+        if self._flow is not None:
+            self._flow.update(first)
+            return
         factor = clip_factor(self._grad_norm, self.optimizer.clip) / self._guard.scale
         self._updated = self._guard.passes(self._grad_norm)
         if self._guard.exhausted:
@@ -333,9 +374,10 @@ class Engine:
                 "from the middle of a step; make a new engine, and load a checkpoint into it"
             )
 
-    def _weight(self, batches: list[dict[str, Tensor]]) -> Tensor:
+    def _weights(self, batches: list[dict[str, Tensor]]) -> Tensor:
+        """The denominator that each micro-batch brings."""
         weights = [torch.as_tensor(self.task.weight(one)) for one in batches]
-        return torch.stack([weight.to(self.world.device, torch.float64) for weight in weights]).sum()
+        return torch.stack([weight.to(self.world.device, torch.float64) for weight in weights])
 
 
 def _check_module(module: nn.Module) -> None:

@@ -11,11 +11,13 @@ class AllReduce(Sync):
 
     def set_up(self) -> None:
         self._pending: list[tuple[int, list[Pending]]] = []
+        self._departed = False
 
     def begin(self) -> None:
         for pending in (one for _, under_way in self._pending for one in under_way):
             pending.wait()
         self._pending.clear()
+        self._departed = False
         super().begin()
 
     def _send(self, number: int) -> None:
@@ -26,8 +28,14 @@ class AllReduce(Sync):
         else:
             self._add_squares(number)  # now, while they are in the cache
 
+    def depart(self) -> None:
+        if not self._departed:
+            self._pending += [(number, self._start_cross(number)) for number in self._across_stages]
+        self._departed = True
+
     def finish(self) -> None:
-        self._pending += [(number, self._start_cross(number)) for number in self._across_stages]
+        self.depart()
+        self._departed = False
         for number, under_way in self._pending:
             for pending in under_way:
                 pending.wait()

@@ -83,6 +83,12 @@ class Main:
         first, self.entered = not self.entered, True
         return first
 
+    def move(self, gradient: Tensor) -> None:
+        """The bucket's buffer is another one now."""
+
+    def served(self) -> None:
+        """The optimizer needs the gradient no more."""
+
     def later(self, contribution: Contribution) -> bool:
         """Whether ``contribution`` waits now."""
         return self._later.keep(contribution)
@@ -106,6 +112,9 @@ class Main:
 
 class InBuffer(Main):
     """A gradient in its bucket's buffer."""
+
+    def move(self, gradient: Tensor) -> None:
+        self.gradient = gradient
 
     def fill_up(self) -> None:
         if not self.entered:
@@ -142,6 +151,9 @@ class AsMade(Main):
 
     def begin(self) -> None:
         super().begin()
+        self.served()
+
+    def served(self) -> None:
         self.gradient = _NONE
 
     def complete(self) -> None:

@@ -53,6 +53,7 @@ class Flat:
         self.masters = exact[mine].clone() if self.mixed else self.own_params
         self.grads = torch.zeros_like(self.params, dtype=self.grad_dtype) if self.buffered else self.params.new_empty(0)
         self.own_grads = self.grads[mine] if self.buffered else self.grads
+        self._aside: tuple[Tensor, Tensor] | None = None
         self.states = {name: torch.zeros_like(self.masters, dtype=wide) for name in bucket.states} if trains else {}
         self._versions = self._seen()
 
@@ -74,6 +75,18 @@ class Flat:
         if not self.keep_grads:
             self.own_grads = self.own_grads.clone()
             close(self.grads)
+
+    def swap(self) -> None:
+        """Another buffer takes the place of the gradients', or takes it again: one keeps the sums of a batch while
+        those of the next add up in the other."""
+        if self._aside is None:
+            fresh = torch.zeros_like(self.grads)
+            self._aside = fresh, fresh[self.bucket.low : self.bucket.high]
+        (self.grads, self.own_grads), self._aside = self._aside, (self.grads, self.own_grads)
+
+    def own_gradients(self, run: slice) -> Tensor:
+        """Some of this rank's part of the gradients."""
+        return self.own_grads[run]
 
     def publish(self) -> None:
         """What the optimizer has made of the masters is what the model computes with."""

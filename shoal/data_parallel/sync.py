@@ -8,13 +8,14 @@ ranks disagree about which collective is next.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm.collectives import Pending, all_reduce, start_all_reduce
 from shoal.comm.world import Group
@@ -78,7 +79,8 @@ class Sync:
         for number, bucket in enumerate(build_buckets(trained, self._divide, treat, sharing.cap_bytes)):
             flat = self._flat(bucket)
             self.flats.append(flat)
-            self._mains += (mains := [main_of(slot, number, flat, self.make_ready, self.later) for slot in bucket.slots])
+            mains = [main_of(slot, number, flat, self.make_ready, self.later) for slot in bucket.slots]
+            self._mains += mains
             self._of_bucket.append(mains)
             flat.release_whole()  # so that no more than one is whole that will not stay so
         # Frozen parameters are divided if parameters are; else each has memory of its own.
@@ -91,7 +93,7 @@ class Sync:
             self.frozen_flats[-1].release_whole()
         self._shards = [mesh.group(flat.bucket.shard) for flat in (*self.flats, *self.frozen_flats)]
         self._crosses = [
-            [(flat.own_grads[start:stop], mesh.group(division.cross))
+            [(slice(start, stop), mesh.group(division.cross))
              for start, stop, division in flat.bucket.own_ranges() if len(division.cross) > 1]
             for flat in self.flats
         ]  # fmt: skip
@@ -191,19 +193,60 @@ class Sync:
             if main.bucket in self._sent and not main.settled:
                 raise late(main)
 
+    def depart(self) -> None:
+        """Begin to sum what several stages share; :meth:`finish` does, where nobody has."""
+
+    def turn(self) -> None:
+        """The gradients of a batch are on their way; those of the next add up apart from them. What has come of a batch
+        is in view, for :meth:`finish` and the optimizer, within :meth:`aside`."""
+        self._swap()
+        self._units_done.clear()
+        self._sent.clear()
+        for main in self._mains:
+            main.entered = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """The batch before the one that adds up is in view."""
+        self._swap()
+        yield
+        self._swap()
+
+    def _swap(self) -> None:
+        for flat, mains in zip(self.flats, self._of_bucket, strict=True):
+            if flat.buffered:
+                flat.swap()
+                for main, slot in zip(mains, flat.bucket.slots, strict=True):
+                    main.move(slot.of(flat.grads))
+
     def finish(self) -> None:
         """Wait until the gradients that :meth:`runs` shows are sums over all replicas, and have their squares added."""
         raise NotImplementedError
 
-    def norm(self) -> float:
-        """The norm of all gradients, once :meth:`finish` is done."""
-        return global_norm(self._squares, self._norm_group)
+    def norm(self, group: Group | None = None) -> float:
+        """The norm of all gradients, or of those of the ranks of ``group``, once :meth:`finish` is done."""
+        return global_norm(self._squares, group or self._norm_group)
 
-    def updated(self) -> None:
-        """The optimizer has updated this rank's part of the parameters, and the gradients have served."""
+    def start_norm(self) -> tuple[Tensor, Pending]:
+        """The square of the norm, a float64 scalar, and when it is there; the next batch has another."""
+        squares = self._squares.clone()
+        self._squares.zero_()
+        return squares, start_all_reduce(squares, self._norm_group, "norm")
+
+    def updated(self, *, aside: bool = False) -> None:
+        """The optimizer has updated this rank's part of the parameters, and the gradients have served: those set
+        ``aside``, or all there are."""
         for main in self._mains:
-            main.begin()
+            main.served() if aside else main.begin()
         self.published()
+
+    def places(self) -> list[tuple[nn.Parameter, Tensor, int, Callable[[Tensor], None]]]:
+        """Of each trained parameter: the buffer it lies in, from which element on, and what takes in its gradients."""
+        return [
+            (main.held.parameter, flat.params, slot.start, main.add)
+            for flat, mains in zip(self.flats, self._of_bucket, strict=True)
+            for main, slot in zip(mains, flat.bucket.slots, strict=True)
+        ]
 
     def published(self) -> None:
         """The masters have new values: have the model compute with them."""
@@ -233,7 +276,7 @@ class Sync:
             run = slice(first.start, last.stop)
             states = {name: state[run] for name, state in flat.states.items()}
             if flat.buffered:
-                grads = partial(flat.own_grads.__getitem__, run)
+                grads = partial(flat.own_gradients, run)
             else:
                 start = flat.bucket.slots[first.slot].start
                 grads = partial(mains[first.slot].elements, first.start - start, last.stop - start)
@@ -289,7 +332,8 @@ class Sync:
 
     def _start_cross(self, number: int) -> list[Pending]:
         """Begin to sum this rank's part of a bucket with those who hold the same part."""
-        return [start_all_reduce(part, group, "gradients") for part, group in self._crosses[number]]
+        own = self.flats[number].own_grads
+        return [start_all_reduce(own[part], group, "gradients") for part, group in self._crosses[number]]
 
     @property
     def _across_stages(self) -> list[int]:

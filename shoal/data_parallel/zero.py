@@ -41,10 +41,12 @@ class Zero(Sync):
         self._scattering: dict[int, _Scatter] = {}
         self._begun: set[int] = set()
         """Buckets whose part has sums of this step."""
+        self._crossing: list[tuple[int, list[Pending]]] | None = None
 
     def begin(self) -> None:
         self._settle(0)
         self._begun.clear()
+        self._crossing = None
         super().begin()
 
     def _send(self, number: int, *, last: bool = True) -> None:
@@ -69,15 +71,25 @@ class Zero(Sync):
             if scatter.last and not self._crosses[number]:
                 self._add_squares(number)  # now, while they are in the cache
 
+    def depart(self) -> None:
+        if self._crossing is None:
+            self._settle(0)
+            # By name, which is the same on all stages that share a parameter.
+            crossing = [number for number, crosses in enumerate(self._crosses) if crosses]
+            crossing.sort(key=lambda number: self.flats[number].bucket.name)
+            self._crossing = [(number, self._start_cross(number)) for number in crossing]
+
+    def turn(self) -> None:
+        super().turn()
+        self._begun.clear()
+
     def finish(self) -> None:
-        self._settle(0)
-        # By name, which is the same on all stages that share a parameter.
-        crossing = [number for number, crosses in enumerate(self._crosses) if crosses]
-        crossing.sort(key=lambda number: self.flats[number].bucket.name)
-        for number, under_way in [(number, self._start_cross(number)) for number in crossing]:
+        self.depart()
+        for number, under_way in self._crossing or ():
             for pending in under_way:
                 pending.wait()
             self._add_squares(number)
+        self._crossing = None
 
     def published(self) -> None:
         super().published()

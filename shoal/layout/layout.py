@@ -189,6 +189,11 @@ class Layout:
         return prod(size for _, size in self.axes)
 
     @property
+    def asynchronous(self) -> bool:
+        """Whether steps overlap, so that gradients meet weights newer than those they were made with."""
+        return kinds.SCHEDULES[self.schedule].asynchronous and self.pp > 1
+
+    @property
     def stages(self) -> int:
         """Global pipeline stages, pp·V."""
         return self.pp * self.chunks

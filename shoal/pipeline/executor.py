@@ -23,6 +23,7 @@ from shoal.pipeline.lines import Lines
 from shoal.pipeline.mail import Form, Kind, Mail, kind_of
 from shoal.pipeline.program import Act, Op, Program
 from shoal.pipeline.watch import Watch
+from shoal.pipeline.weights import Version, Weights
 
 Layer = Callable[[Tensor, Any], Tensor]
 """A layer as a function of its input and the micro-batch's context."""
@@ -59,9 +60,9 @@ class Handlers:
     """
 
     unit_done: Callable[[int, bool], None]
-    reduce: Callable[[int], None]
-    norm: Callable[[], None]
-    update: Callable[[], None]
+    reduce: Callable[[int, int], None]
+    norm: Callable[[int], None]
+    update: Callable[[int], None]
     postpone: Callable[[list[Contribution] | None], None] = _nothing
     """Has weight gradients wait in the list that is given, for all that can, until it is given None."""
     must_see: bool = False
@@ -83,49 +84,47 @@ class Executor:
         program: Program,
         batches: Sequence[Batch],
         contexts: Callable[[Batch], Any],
-        scale: Callable[[], Tensor] | None = None,
+        scale: Callable[[int], Tensor] | None = None,
     ) -> Tensor:
         """Take the micro-batches ``batches`` through a program. Returns the summed loss, a float64 scalar, which is
         zero where the last stage is elsewhere.
 
-        ``scale()`` is what each micro-batch's summed loss is multiplied by before its backward pass; it is first asked
-        for after a forward pass of the last stage, so that agreeing on it costs no waiting. Without it the program is
-        one of forward passes alone, and no graph is kept.
+        ``scale(b)`` is what the summed loss of micro-batch b is multiplied by before its backward pass; it is first
+        asked for after a forward pass of the last stage, so that agreeing on it costs no waiting. Without it the
+        program is one of forward passes alone, and no graph is kept.
 
         Raises :class:`LayoutError` where what goes from stage to stage is not one floating-point tensor whose shape
         follows from those of the micro-batch's tensors. Other errors get a note that says in which action they arose.
         """
-        losses = self._perform(program, batches, contexts, self._task.loss, scale)
-        total = torch.zeros((), dtype=torch.float64, device=_device(batches))
-        return total + torch.stack(list(losses.values())).double().sum() if losses else total
+        running = self.begin(program, _device(batches), scale)
+        running.go(program, batches, contexts)
+        running.check_done()
+        return running.take_loss()
 
     def outputs(self, program: Program, batches: Sequence[Batch], contexts: Callable[[Batch], Any]) -> list[Tensor]:
         """The last stage's output for each micro-batch of a program of forward passes; none where it is elsewhere."""
-        ends = self._perform(program, batches, contexts, lambda output, _: output)
-        return [ends[number] for number in sorted(ends)]
+        running = self.begin(program, _device(batches), end=lambda output, _: output)
+        running.go(program, batches, contexts)
+        running.check_done()
+        return [running.ends[number] for number in sorted(running.ends)]
 
-    def _perform(
+    def begin(
         self,
         program: Program,
-        batches: Sequence[Batch],
-        contexts: Callable[[Batch], Any],
-        end: Layer,
-        scale: Callable[[], Tensor] | None = None,
-    ) -> dict[int, Tensor]:
-        kinds = [kind_of(batch, train=scale is not None) for batch in batches]
-        self._lines.connect(program, _device(batches))
-        mail = Mail(self._lines, self._forms, _device(batches))
-        run = _Run(self._stages, self._handlers, self._task.enter, end, program, batches, kinds, contexts, scale, mail)
-        with torch.set_grad_enabled(scale is not None):
-            for act in program.actions:
-                try:
-                    run.perform(act)
-                except Exception as error:
-                    error.add_note(f"in {act.in_words()}")
-                    raise
-        left = [*run.inputs, *run.gradients, *run.passes, *run.waiting]
-        assert not left, f"(stage, micro-batch) {left[0]}: a result without use, or a pass without answer"
-        return run.ends
+        device: torch.device,
+        scale: Callable[[int], Tensor] | None = None,
+        *,
+        end: Layer | None = None,
+        weights: Weights | None = None,
+    ) -> Running:
+        """What runs a program, or a stream of programs that need no more ways between ranks than ``program`` does; see
+        :meth:`run`. With ``weights``, each backward pass sees those that its forward pass saw. ``end`` makes what is
+        kept of the last stage's output, the loss unless told."""
+        self._lines.connect(program, device)
+        mail = Mail(self._lines, self._forms, device)
+        return Running(
+            self._stages, self._handlers, self._task.enter, end or self._task.loss, scale, mail, device, weights
+        )
 
 
 @dataclass
@@ -138,33 +137,68 @@ class _Pass:
     """That gradient, once the backward pass has reached the input. A list, because the graph refers to it, and must not
     refer to what refers to the graph."""
     output: Form | None = None
+    final: list[bool] = field(default_factory=lambda: [False])
+    """Whether no other pass will add to the gradients that its backward pass adds to; a list, too."""
+    version: Version | None = None
     edge: GradientEdge | None = None
     """Where the backward pass starts. The output itself is not kept: its memory goes when it has been received."""
 
 
 @dataclass
-class _Run:
-    """One run of a program: its actions, and what they leave for later ones.
+class Running:
+    """A run of a program, or of the parts of a stream one after another: its actions, and what they leave for later
+    ones. Micro-batches are counted from the beginning.
 
     ``inputs`` and ``gradients`` hold what a stage has made for the one before or after it, under the receiver's place,
-    until it is sent or, on the same rank, taken.
+    until it is sent or, on the same rank, taken. ``ends`` has the losses that the last stage has made.
     """
 
     stages: Mapping[int, Stage]
     handlers: Handlers
     enter: Callable[[Batch], Tensor]
     end: Layer
-    program: Program
-    batches: Sequence[Batch]
-    kinds: Sequence[Kind]
-    contexts: Callable[[Batch], Any]
-    scale: Callable[[], Tensor] | None
+    scale: Callable[[int], Tensor] | None
     mail: Mail
+    device: torch.device
+    weights: Weights | None
+    batches: dict[int, Batch] = field(default_factory=dict)
+    kinds: dict[int, Kind] = field(default_factory=dict)
     inputs: dict[_Place, tuple[Tensor, Form]] = field(default_factory=dict)
     gradients: dict[_Place, Tensor] = field(default_factory=dict)
     passes: dict[_Place, _Pass] = field(default_factory=dict)
     waiting: dict[_Place, list[Contribution]] = field(default_factory=dict)
     ends: dict[int, Tensor] = field(default_factory=dict)
+    contexts: Callable[[Batch], Any] = _nothing
+    completing: frozenset[Act] = frozenset()
+
+    def go(self, program: Program, batches: Sequence[Batch], contexts: Callable[[Batch], Any], first: int = 0) -> None:
+        """Perform ``program``, whose micro-batch 0 is number ``first`` and which takes ``batches`` in."""
+        self.contexts = contexts
+        for number, batch in enumerate(batches, first):
+            self.batches[number], self.kinds[number] = batch, kind_of(batch, train=self.scale is not None)
+        self.completing = frozenset(_shifted(act, first) for act in program.last_contributions)
+        with torch.set_grad_enabled(self.scale is not None):
+            for act in program.actions:
+                try:
+                    self.perform(_shifted(act, first))
+                except Exception as error:
+                    error.add_note(f"in {act.in_words()}")
+                    raise
+        self.batches.clear()
+        self.kinds.clear()
+
+    def check_done(self) -> None:
+        """Nothing may be left under way."""
+        left = [*self.inputs, *self.gradients, *self.passes, *self.waiting]
+        assert not left, f"(stage, micro-batch) {left[0]}: a result without use, or a pass without answer"
+
+    def take_loss(self) -> Tensor:
+        """The sum of the losses that have been made since this was last asked, a float64 scalar."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.ends:
+            total = total + torch.stack(list(self.ends.values())).double().sum()
+            self.ends.clear()
+        return total
 
     def perform(self, act: Act) -> None:
         stage, number = act.stage, act.micro_batch
@@ -190,22 +224,28 @@ class _Run:
             case Op.DROP_ACTIVATION | Op.DROP_GRADIENT:
                 self.mail.drop(act)
             case Op.REDUCE:
-                self.handlers.reduce(stage)
+                self.handlers.reduce(stage, number)
             case Op.NORM:
-                self.handlers.norm()
+                self.handlers.norm(number)
             case Op.UPDATE:
-                self.handlers.update()
+                self.handlers.update(number)
+            case Op.BEGIN:
+                pass
 
     def _forward(self, act: Act) -> None:
         stage, number = self.stages[act.stage], act.micro_batch
         handlers = self.handlers  # the graph will refer to it: not to this run, which refers to the graph
-        final = self.scale is not None and self.program.completing[act.stage] == act._replace(op=Op.BACKWARD)
+        final = [False]
         watch = Watch(
             (unit for unit, _ in stage.layers),
             enter=lambda unit: handlers.enter_unit(unit, True),
-            done=lambda unit: handlers.unit_done(unit, final),
+            done=lambda unit: handlers.unit_done(unit, final[0]),
         )
-        one = _Pass(watch)
+        one = _Pass(watch, final=final)
+        if self.weights is not None:
+            one.version = self.weights.newest
+            one.version.users += 1
+            self.weights.use(one.version)
         ctx = self.contexts(self.batches[number])  # while the input is on its way
         x = self._input(act, one)
         for unit, layer in stage.layers:
@@ -242,14 +282,19 @@ class _Run:
 
     def _backward(self, act: Act) -> None:
         one = self.passes.pop((act.stage, act.micro_batch))
+        one.final[0] = act in self.completing
+        if self.weights is not None and one.version is not None:
+            self.weights.use(one.version)  # for what is recomputed
         if one.edge is not None:  # a loss may depend on no parameter here, and on some elsewhere
             gradient = self._gradient(act)
             one.watch.begin()
             torch.autograd.backward(one.edge, gradient)
         one.watch.end()
         if (form := one.input) is not None:
-            found = one.gradient or [torch.zeros(form.shape, dtype=form.dtype, device=_device(self.batches))]
+            found = one.gradient or [torch.zeros(form.shape, dtype=form.dtype, device=self.device)]
             self.gradients[act.stage - 1, act.micro_batch] = found[0]
+        if one.version is not None:
+            one.version.users -= 1
 
     def _input_gradient(self, act: Act) -> None:
         """A backward pass whose weight gradients wait. What has none that can wait has nothing left to do."""
@@ -266,7 +311,7 @@ class _Run:
             for place, contribution in enumerate(waiting):
                 contribution()
                 waiting[place] = _nothing  # and what it was made of may go
-        if self.program.completing[act.stage] == act:
+        if act in self.completing:
             for unit, _ in reversed(self.stages[act.stage].layers):
                 self.handlers.unit_done(unit, True)
 
@@ -274,9 +319,14 @@ class _Run:
         """Of what the stage has made: the loss, or the next stage's input."""
         if self.stages[act.stage].last:
             assert self.scale is not None
-            return self.scale().to(self.ends[act.micro_batch].dtype)
+            return self.scale(act.micro_batch).to(self.ends[act.micro_batch].dtype)
         place = act.stage, act.micro_batch
         return self.gradients.pop(place) if place in self.gradients else self.mail.take_gradient(act)
+
+
+def _shifted(act: Act, first: int) -> Act:
+    """An action by the number of its micro-batch since the beginning."""
+    return Act(act.op, act.stage, act.micro_batch + first, act.peer) if first else act
 
 
 def _device(batches: Sequence[Batch]) -> torch.device:

@@ -55,6 +55,8 @@ class _Run:
         self.steps = last_step(config)
         self.memory = remember(config, self.source)
         self.sinks: list[Sink] = []
+        self.hashes: dict[int, str] = {}
+        """Of the samples of steps that have not finished."""
         continues = self._resume()
         if world.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -68,6 +70,7 @@ class _Run:
         try:
             self._tell("start", **self._start_values())
             loss = self._steps()
+            self._drain()
             self._sample()
             self._tell("end", step=self.engine.steps_done, validation_loss=loss)
             return {"step": self.engine.steps_done, "validation_loss": loss}
@@ -84,34 +87,48 @@ class _Run:
             started = time.perf_counter()
             batch = self.source.batch(step, self.engine.mesh.coords["dp"], engine.layout.dp)
             try:
-                result = engine.step(batch)
+                engine.step(batch)
             except Diverged:
                 self._skipped(step, before, samples)
                 raise
             seconds = time.perf_counter() - started
-            tokens = samples * config.data.seq_len
+            if config.log.hashes:
+                self.hashes[step] = self._global_hash(batch)
+            self._tell_finished(seconds)
+            if _due(config.evaluation.every, step + 1, self.steps):
+                loss = self._evaluate()
+            if _due(config.checkpoint.every, step + 1, self.steps):
+                self._save()
+                saved = step + 1
+        if saved == self.steps and self.validation is not None and loss is None:
+            loss = self._evaluate()  # the run was complete already
+        return loss
+
+    def _tell_finished(self, seconds: float) -> None:
+        """Tell of the steps that have finished; the newest step took so many ``seconds``."""
+        for result in self.engine.finished():
+            before, samples = self.size.at(result.step - 1)
+            tokens = samples * self.config.data.seq_len
             values: dict[str, Any] = {
                 "step": result.step,
                 "loss": result.loss,
                 "grad_norm": result.grad_norm,
                 "lr": result.lr,
-                "tokens": (before + samples) * config.data.seq_len,
+                "tokens": (before + samples) * self.config.data.seq_len,
                 "tokens_per_s": tokens / seconds,
                 "memory_gib": _memory_gib(self.world.device),
             }
-            if config.log.hashes:
-                values["hash"] = self._global_hash(batch)
+            if (found := self.hashes.pop(result.step - 1, None)) is not None:
+                values["hash"] = found
             self._tell("step", **values)
             if result.skipped:
-                self._skipped(step, before, samples)
-            if _due(config.evaluation.every, result.step, self.steps):
-                loss = self._evaluate()
-            if _due(config.checkpoint.every, result.step, self.steps):
-                self._save()
-                saved = result.step
-        if saved == self.steps and self.validation is not None and loss is None:
-            loss = self._evaluate()  # the run was complete already
-        return loss
+                self._skipped(result.step - 1, before, samples)
+
+    def _drain(self) -> None:
+        """End the steps that are under way, and tell of them."""
+        started = time.perf_counter()
+        self.engine.drain()
+        self._tell_finished(time.perf_counter() - started)
 
     def _skipped(self, step: int, first: int, count: int) -> None:
         """Tell which samples a step (counted from 0) had that updated nothing."""
@@ -122,6 +139,7 @@ class _Run:
         """Mean loss over the validation split, or its first batches."""
         if self.validation is None:
             return None
+        self._drain()
         count = self.config.evaluation.batches
         if isinstance(self.validation, Batches):
             count = min(count, self.validation.n_batches)
@@ -135,6 +153,7 @@ class _Run:
         return loss
 
     def _save(self) -> None:
+        self._drain()
         path = self.engine.save(self.folder, self.memory, keep=self.config.checkpoint.keep)
         self._tell("checkpoint", step=self.engine.steps_done, path=str(path))
 

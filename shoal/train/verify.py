@@ -120,6 +120,7 @@ def run_layout(world: World, config: Config, layout: Layout, steps: int, folder:
     for step in range(steps):
         part, parts = engine.mesh.coords["dp"], engine.layout.dp
         result = engine.step(_masked(source.batch(step, part, parts), config))
+        assert result is not None
         scalars.append(_Scalars(result.loss, result.grad_norm))
         weights = [fragment for fragment in engine.fragments() if fragment.kind == "weight"]
         _write(folder / f"rank{world.rank}-{step}", gradients + weights)

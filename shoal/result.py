@@ -1,0 +1,22 @@
+"""What a step of training came to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One finished optimizer step.
+
+    ``loss`` is the mean over the ``weight`` positions (or samples) of the whole step, all ranks together;
+    ``grad_norm`` that of all gradients before clipping; ``lr`` the rate that was applied: 0 where the step was
+    ``skipped``, because a gradient was not finite.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    weight: float
+    skipped: bool = False
