@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from shoal.mesh import Mesh
 from shoal.model.context import Batch, Cache
 from shoal.model.decoder import Decoder
 from shoal.model.generate import Decode
-from shoal.model.task import PlainTask, Task
+from shoal.model.task import Task, as_task
 from shoal.optim.clip import clip_factor
 from shoal.optim.guard import Guard
 from shoal.optim.optimizers import Updater
@@ -79,7 +79,7 @@ class Engine:
         self.layout = layout.fill(self.world.size)
         self.layout.check_built()
         self.optimizer, self.rate, self.seed = optimizer or Optimizer(), rate, seed
-        self.task = _as_task(model, loss, weight)
+        self.task = as_task(model, loss, weight)
         _check_module(self.task.module)
         self.steps_done = 0
         self._cut_short, self._samples_checked = False, False
@@ -397,17 +397,3 @@ def _check_module(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if getattr(child, "sparse", False):
             raise ConfigError(f"Engine: {name} makes sparse gradients; build it with sparse=False")
-
-
-def _as_task(
-    model: nn.Module | Task,
-    loss: Callable[[Tensor, Batch], Tensor] | None,
-    weight: Callable[[Batch], Tensor] | None,
-) -> Task:
-    if hasattr(model, "layers") and hasattr(model, "apply_layer"):
-        return cast(Task, model)
-    if loss is None:
-        raise ConfigError(
-            f"Engine: {type(model).__name__} needs a loss; pass loss=lambda output, batch: the loss summed over samples"
-        )
-    return PlainTask(cast(nn.Module, model), loss, weight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -100,3 +100,19 @@ def _runs_its_layers(module: nn.Module) -> TypeGuard[nn.Sequential]:
     own = own and not (module._parameters or module._buffers)
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return own and not any(getattr(module, kind) for kind in hooks)
+
+
+def as_task(
+    model: nn.Module | Task,
+    loss: Callable[[Tensor, Batch], Tensor] | None,
+    weight: Callable[[Batch], Tensor] | None,
+) -> Task:
+    """``model`` itself, if it answers as a task does, or with its ``loss``. Raises :class:`ConfigError` where that is
+    missing."""
+    if hasattr(model, "layers") and hasattr(model, "apply_layer"):
+        return cast(Task, model)
+    if loss is None:
+        raise ConfigError(
+            f"Engine: {type(model).__name__} needs a loss; pass loss=lambda output, batch: the loss summed over samples"
+        )
+    return PlainTask(cast(nn.Module, model), loss, weight)
