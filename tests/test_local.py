@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.comm.world import Group, World
+from shoal.comm.world import World
 from shoal.config import Model
 from shoal.local import (
     Interpreter,
@@ -19,7 +19,7 @@ from shoal.local import (
     materialise,
     settle,
 )
-from shoal.mesh import Grid
+from shoal.mesh import Grid, Mesh
 from shoal.model.decoder import Decoder
 from shoal.model.roles import Role
 from shoal.placement import Piece, Placement, Rule
@@ -183,30 +183,30 @@ def test_a_dropped_layer_keeps_only_the_modules_that_others_share() -> None:
 class Renamed(nn.Module):
     """Takes the place of a module of one kind of role."""
 
-    def __init__(self, role: Role, inner: nn.Module, group: Group) -> None:
+    def __init__(self, role: Role, inner: nn.Module, mesh: Mesh) -> None:
         super().__init__()
-        self.role, self.inner, self.group = role, inner, group
+        self.role, self.inner, self.mesh = role, inner, mesh
 
 
 class Renaming(Whole):
-    def adapt(self, role: Role, module: nn.Module, group: Group) -> nn.Module:
-        return Renamed(role, module, group) if role.kind in ("qkv", "norm") else module
+    def adapt(self, role: Role, module: nn.Module, mesh: Mesh) -> nn.Module:
+        return Renamed(role, module, mesh) if role.kind in ("qkv", "norm") else module
 
 
 def test_modules_are_replaced_by_their_role() -> None:
-    model, group = decoder(False), World().everyone
+    model, mesh = decoder(False), Mesh((("dp", 1),), World())
     before = dict(model.named_modules())
     for name, layer in model.layers():
-        adapt(name, layer, model.roles, Renaming(), group)
+        adapt(name, layer, model.roles, Renaming(), mesh)
     found = {name: one for name, one in model.named_modules() if isinstance(one, Renamed)}
     norms = [f"blocks.{i}.{norm}" for i in range(2) for norm in ("attn_norm", "ffn_norm")]
     assert set(found) == {*norms, "blocks.0.attn.qkv", "blocks.1.attn.qkv", "head.norm"}
     for name, one in found.items():
-        assert (one.inner, one.group) == (before[name], group)
+        assert (one.inner, one.mesh) == (before[name], mesh)
         assert one.role.kind == ("qkv" if name.endswith("qkv") else "norm")
     assert all(before[name] is one for name, one in model.named_modules() if name in before.keys() - found.keys())
     for name, layer in model.layers():
-        adapt(name, layer, model.roles, Whole(), group)
+        adapt(name, layer, model.roles, Whole(), mesh)
     assert {name for name, one in model.named_modules() if isinstance(one, Renamed)} == set(found)
 
 

@@ -3,9 +3,9 @@
 All take a :class:`~shoal.comm.world.Group` and write into tensors they are given; in a group of one rank nothing is
 moved between ranks. ``purpose`` says what the words are for ("gradients", "norm", …).
 
-gloo has no reduce-scatter of its own: it reduces everything everywhere, which moves twice the words; its reduce to one
-rank is such a sum, gathered. Under gloo, what is not an all-reduce is therefore messages, in which each rank is sent
-what it needs.
+gloo has no reduce-scatter of its own: it reduces everything everywhere, which moves twice the words. Its reduce to one
+rank scatters the sum first and gathers it then, for (p+1)/p of the words. Under gloo, gathers and sums that are not for
+all are therefore messages, in which each rank sends another one what that one needs.
 """
 
 from __future__ import annotations
@@ -166,14 +166,9 @@ def start_broadcast(tensor: Tensor, group: Group, purpose: str, source: int = 0)
     if group.handle is None:
         return Pending(None)
     group.ledger.record("broadcast", tensor.numel(), group.size, group.axis, purpose)
-    if group.backend == "nccl":
-        options = dist.BroadcastOptions()
-        options.rootRank = source
-        return Pending(group.handle.broadcast([tensor], options), group, purpose)
-    nothing = tensor.new_empty(0)
-    given, taken = (tensor, nothing) if group.index == source else (nothing, tensor)
-    incoming = [taken if place == source else nothing for place in range(group.size)]
-    return Pending(_Exchange(group, incoming, [given] * group.size), group, purpose)
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    return Pending(group.handle.broadcast([tensor], options), group, purpose)
 
 
 def broadcast(tensor: Tensor, group: Group, purpose: str, source: int = 0) -> None:

@@ -230,7 +230,6 @@ def _block(
     pieces, end = [], 0
     for (name, total), (start, stop) in zip(parts, rows, strict=True):
         box, place = ((start, stop), *box_rest), ((end, end + stop - start), *at_rest)
-        if prod(last - first for first, last in box):
-            pieces.append(Piece(name, (total, *shape[1:]), box, place))
+        pieces.append(Piece(name, (total, *shape[1:]), box, place))
         end += stop - start
     return Placement((end, *(stop for _, stop in at_rest)), tuple(pieces))

@@ -51,17 +51,14 @@ class DividedNorm(nn.Module):
 
     def __init__(self, norm: nn.RMSNorm | RMSNormPlusOne | nn.LayerNorm, group: Group) -> None:
         super().__init__()
-        self.weight: Tensor | None = norm.weight
-        self.bias: Tensor | None = getattr(norm, "bias", None)
+        self.weight, self.bias = norm.weight, getattr(norm, "bias", None)
         self.eps: float | None = norm.eps
         self.centred, self.plus_one = isinstance(norm, nn.LayerNorm), isinstance(norm, RMSNormPlusOne)
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
         exact = _exact(x.dtype)
-        scale = self.weight
-        if self.plus_one and scale is not None:
-            scale = 1.0 + scale.to(exact)
+        scale = 1.0 + self.weight.to(exact) if self.plus_one else self.weight
         eps = torch.finfo(exact).eps if self.eps is None else self.eps
         y: Tensor = _Norm.apply(x, scale, self.bias, eps, self.centred, self.group)  # type: ignore[no-untyped-call]
         return y

@@ -20,7 +20,6 @@ parallelism is a choice of three:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -216,8 +215,3 @@ def by_part(labels_BT: Tensor, parts: int, padding: int) -> Tensor:
     size = part_size(labels_BT.shape[1], parts)
     padded: Tensor = pad(labels_BT, 1, size * parts, padding).unflatten(1, (parts, size))
     return padded.transpose(0, 1).reshape(parts, -1)
-
-
-def sizes_at(sizes: Sequence[int], at: int) -> tuple[int, int]:
-    """Where part number ``at`` of parts of those sizes starts and stops."""
-    return sum(sizes[:at]), sum(sizes[: at + 1])

@@ -13,10 +13,13 @@ from shoal.comm.collectives import (
     broadcast,
     start_all_gather,
     start_all_reduce,
+    start_broadcast,
     start_exchange,
+    start_reduce,
     start_reduce_scatter,
 )
 from shoal.comm.world import World
+from shoal.meter import Meter
 from shoal.train.pool import Pool
 
 
@@ -140,6 +143,78 @@ def test_broadcast_copies_from_the_lowest_rank_of_the_group(pool: Pool) -> None:
     assert pool.run(broadcast_in_halves) == [[0, 0, 1]] * 2 + [[2, 2, 1]] * 2
 
 
+def across_and_down(world: World, size: int, dtype: torch.dtype) -> list[list[float]]:
+    """On a square of four ranks, all at once: every rank's numbers come to its row, and the sums of its column to each
+    rank of that, first to the last one. Then what this rank got, and its words."""
+    i, j = divmod(world.rank, 2)
+    across, down = world.group((2 * i, 2 * i + 1), "col"), world.group((j, 2 + j), "row")
+    mine = terms(4, size, dtype)[world.rank]
+    came = [mine.clone() if place == j else torch.full_like(mine, -1.0) for place in range(2)]
+    sums = [mine.clone() for _ in range(2)]
+    pending = []
+    for place in range(2):
+        pending.append(start_broadcast(came[place], across, "it", place))
+        pending.append(start_reduce(sums[1 - place], down, "it", 1 - place))
+    for one in pending:
+        one.wait()
+        one.wait()
+    return [*(x.tolist() for x in (*came, sums[i])), [world.ledger.words(axis, "it") for axis in ("col", "row")]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [0, 1, 1000])
+def test_broadcasts_and_reduces_of_several_groups_are_under_way_at_once(
+    pool: Pool, size: int, dtype: torch.dtype
+) -> None:
+    whole = [x.tolist() for x in terms(4, size, dtype)]
+    for rank, (first, second, total, words) in enumerate(pool.run(across_and_down, size, dtype)):
+        i, j = divmod(rank, 2)
+        assert [first, second] == whole[2 * i : 2 * i + 2]
+        assert total == [a + b for a, b in zip(whole[j], whole[2 + j], strict=True)]
+        assert words == [4 * size, 4 * size]
+
+
+def reduce_to(world: World, root: int) -> list[list[float]]:
+    """Two sums on the same rank, and two things started after them that are waited for first."""
+    group, mine = world.everyone, float(world.rank + 1)
+    sums = [torch.full((3,), mine * scale) for scale in (1, 10)]
+    summing = [start_reduce(one, group, "it", root) for one in sums]
+    came, parts = torch.full((3,), mine), torch.empty(world.size)
+    start_broadcast(came, group, "other", (root + 1) % world.size).wait()
+    start_all_gather(parts, torch.tensor([mine]), group, "other").wait()
+    for one in summing:
+        one.wait()
+    return [*(x.tolist() for x in sums), came.tolist(), parts.tolist(), [world.ledger.words(purpose="it")]]
+
+
+@pytest.mark.parametrize(("ranks", "root"), [(1, 0), (2, 1), (3, 0), (4, 2)])
+def test_a_sum_comes_to_its_root_whatever_is_started_after_it(pool: Pool, ranks: int, root: int) -> None:
+    total = float(sum(range(1, ranks + 1)))
+    found = pool.run(reduce_to, root, ranks=ranks)
+    assert found[root][:2] == [[total] * 3, [10 * total] * 3]
+    for _, _, came, parts, words in found:
+        assert came == [(root + 1) % ranks + 1.0] * 3
+        assert parts == [rank + 1.0 for rank in range(ranks)]
+        assert words == [2 * 3 * (ranks - 1) / ranks]
+
+
+def reduce_again(world: World) -> tuple[bool, float]:
+    """Whether sums of numbers whose order matters come out the same each time, and the most memory one took beside
+    what it was given, in tensors of its size."""
+    mine = torch.randn(1000, generator=torch.Generator().manual_seed(world.rank))
+    outs = [mine.clone() for _ in range(5)]
+    with Meter() as meter:
+        meter.label("given", outs)
+        given = meter.live()
+        for out in outs:
+            start_reduce(out, world.everyone, "it", 0).wait()
+    return all(torch.equal(out, outs[0]) for out in outs), (meter.peak() - given) / mine.nbytes
+
+
+def test_a_reduce_adds_in_one_order_and_holds_two_terms_at_most(pool: Pool) -> None:
+    assert pool.run(reduce_again) == [(True, 2)] + [(True, 0)] * 3
+
+
 def gather(world: World) -> list[bytes]:
     return all_gather_bytes(bytes(range(256)) * world.rank, world.everyone, world.device)
 
@@ -174,6 +249,7 @@ def test_a_group_of_one_changes_nothing_and_moves_no_words() -> None:
     values = torch.tensor([1.0, 2.0])
     all_reduce(values, world.everyone, "gradients")
     broadcast(values, world.everyone, "start")
+    start_reduce(values, world.everyone, "gradients", 0).wait()
     barrier(world.everyone)
     assert values.tolist() == [1.0, 2.0]
     assert world.ledger.calls() == 0

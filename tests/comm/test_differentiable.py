@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from shoal.comm.differentiable import (
-    divided_total,
     here,
     joined,
     pad,
     part_size,
     start_divided_sum,
     start_gather,
+    start_join,
+    start_shared_sum,
     start_sum,
-    total,
 )
 from shoal.comm.world import World
 from shoal.train.pool import Pool
@@ -73,6 +73,32 @@ def test_sums_and_gathers_along_any_dim_of_any_length(pool: Pool, shape: tuple[i
     assert words == 0
 
 
+def move_shares(world: World, sizes: tuple[int, ...], dim: int) -> tuple[Array, Array]:
+    """Parts of ``sizes`` put together, and a sum divided into such parts, both under way at once."""
+    group = world.everyone
+    whole, term = numbers(with_length(sum(sizes), dim), 9), numbers(with_length(sum(sizes), dim), world.rank)
+    joining = start_join(whole.split(sizes, dim)[world.rank], dim, sizes, group, "it")
+    shared = start_shared_sum(term, dim, sizes, group, "it").wait()
+    return joining.wait().numpy(), shared.numpy()
+
+
+def with_length(length: int, dim: int) -> tuple[int, ...]:
+    shape = [2, 3, 4]
+    shape[dim] = length
+    return tuple(shape)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("sizes", [(3, 1), (2, 1, 2), (0, 4, 1, 0), (1, 1, 0), (2, 2, 2, 2)], ids=str)
+def test_shares_of_any_sizes_are_joined_and_summed(pool: Pool, sizes: tuple[int, ...], dim: int) -> None:
+    ranks = range(len(sizes))
+    total = torch.stack([numbers(with_length(sum(sizes), dim), rank) for rank in ranks]).sum(0)
+    found = pool.run(move_shares, sizes, dim, ranks=len(sizes))
+    for (joined_parts, shared), expected in zip(found, total.split(sizes, dim), strict=True):
+        assert (joined_parts == numbers(with_length(sum(sizes), dim), 9).numpy()).all()
+        np.testing.assert_allclose(shared, expected, rtol=1e-14, atol=1e-14)
+
+
 def test_what_is_here_already_need_not_be_waited_for() -> None:
     x = torch.ones(2)
     assert here(x).wait() is x
@@ -88,55 +114,22 @@ def test_padding_goes_to_the_end_of_its_dim_and_copies_nothing_where_there_is_no
 
 # ---- gradients: against the same function of all ranks' inputs, in one process -----------------------------
 
-RANKS, SHAPE, SIZES = 3, (2, 5, 4), (3, 1, 2)
+SIZES = (3, 1, 2)
 
 
-def inputs(kind: str) -> list[Tensor]:
-    shapes = [(2, size, 4) for size in SIZES] if kind == "joined" else [SHAPE] * RANKS
-    return [numbers(shape, rank) for rank, shape in enumerate(shapes)]
-
-
-def plain(kind: str, terms: list[Tensor]) -> list[Tensor]:
-    """What each rank has afterwards."""
-    if kind == "joined":
-        return [torch.cat(terms, 1)] * RANKS
-    whole = torch.stack(terms).sum(0)
-    if kind == "total":
-        return [whole] * RANKS
-    return [cut(whole, 1, part_size(SHAPE[1], RANKS), rank) for rank in range(RANKS)]
-
-
-def differentiate(world: World, kind: str) -> tuple[Array, Array]:
-    """The result, and the gradient of this rank's input when it is passed on as each rank would pass it on."""
-    x = inputs(kind)[world.rank].requires_grad_()
-    group, term = world.everyone, x * 1.0
-    if kind == "total":
-        result = total(term, group, "it")
-    elif kind == "joined":
-        result = joined(term, 1, SIZES, group, "it")
-    else:
-        result = divided_total(term, -2, group, "it")
-    (result * numbers(tuple(result.shape), 10 + (world.rank if kind == "divided" else 0))).sum().backward()
+def join(world: World) -> tuple[Array, Array]:
+    """The result, and the gradient of this rank's part of it."""
+    x = numbers((2, SIZES[world.rank], 4), world.rank).requires_grad_()
+    result = joined(x * 1.0, 1, SIZES, world.everyone, "it")
+    (result * numbers(tuple(result.shape), 10)).sum().backward()
     assert x.grad is not None
     return result.detach().numpy(), x.grad.numpy()
 
 
-@pytest.mark.parametrize("kind", ["total", "divided", "joined"])
-def test_gradients_equal_those_of_one_process(pool: Pool, kind: str) -> None:
-    """A result that all ranks have alike counts once; parts of one result count each."""
-    terms = [term.requires_grad_() for term in inputs(kind)]
-    results = plain(kind, terms)
-    weighed = [(result * numbers(tuple(result.shape), 10 + rank)).sum() for rank, result in enumerate(results)]
-    (sum(weighed) if kind == "divided" else weighed[0]).backward()  # type: ignore[union-attr]
-    for found, expected, term in zip(pool.run(differentiate, kind, ranks=RANKS), results, terms, strict=True):
-        np.testing.assert_allclose(found[0], expected.detach(), rtol=1e-14, atol=1e-14)
-        np.testing.assert_allclose(found[1], term.grad, rtol=1e-14, atol=1e-14)
-
-
-def in_place(world: World) -> bool:
-    term = torch.ones(3, requires_grad=True) * 1.0
-    return total(term, world.everyone, "it") is term and term.tolist() == [2.0] * 3
-
-
-def test_a_total_takes_the_place_of_its_term(pool: Pool) -> None:
-    assert pool.run(in_place, ranks=2) == [True] * 2
+def test_what_is_joined_counts_once_though_all_ranks_have_it(pool: Pool) -> None:
+    parts = [numbers((2, size, 4), rank).requires_grad_() for rank, size in enumerate(SIZES)]
+    whole = torch.cat(parts, 1)
+    (whole * numbers(tuple(whole.shape), 10)).sum().backward()
+    for (result, gradient), part in zip(pool.run(join, ranks=len(SIZES)), parts, strict=True):
+        assert (result == whole.detach().numpy()).all()
+        np.testing.assert_allclose(gradient, part.grad, rtol=1e-14, atol=1e-14)

@@ -6,7 +6,8 @@ from shoal.comm.ledger import Ledger
 
 
 @pytest.mark.parametrize(
-    ("collective", "factor"), [("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1), ("broadcast", 1)]
+    ("collective", "factor"),
+    [("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1), ("broadcast", 1), ("reduce", 1)],
 )
 def test_words_follow_the_ring_convention(collective: str, factor: int) -> None:
     ledger = Ledger()

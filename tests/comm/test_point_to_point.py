@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from shoal.comm import messages
-from shoal.comm.collectives import MESSAGE_TAGS, start_all_gather, start_reduce_scatter
+from shoal.comm.collectives import (
+    MESSAGE_TAGS,
+    start_all_gather,
+    start_reduce,
+    start_reduce_scatter,
+)
 from shoal.comm.ledger import Ledger
 from shoal.comm.point_to_point import connect, start_receive, start_send
 from shoal.comm.world import Group, World
@@ -107,19 +112,22 @@ def test_waiting_for_what_never_comes_ends_at_the_time_out_of_the_group(pool: Po
         pool.run(silent, ranks=2, timeout_s=1)
 
 
-def staged(world: World) -> tuple[list[float], list[float], list[float]]:
-    """A message, a gather and a reduce-scatter, all of them through memory of their own as between GPUs under gloo."""
+def staged(world: World) -> tuple[list[float], ...]:
+    """A message and the collectives made of messages, through memory of their own as between GPUs under gloo."""
     messages._staged = lambda tensor, group: True  # of this process; the pool ends with the test
     (first, *_), group = around(world), world.everyone
     parts, sums = torch.empty(world.size), torch.empty(1)
     start_all_gather(parts, torch.tensor([float(world.rank)]), group, "parameters").wait()
     start_reduce_scatter(sums, torch.arange(world.size) * 10.0 ** (world.rank + 1), group, "gradients").wait()
-    return [first], parts.tolist(), sums.tolist()
+    total = torch.tensor([float(world.rank)])
+    start_reduce(total, group, "gradients", 2).wait()
+    return [first], parts.tolist(), sums.tolist(), total.tolist()
 
 
 def test_messages_may_be_staged() -> None:
     with Pool(3) as pool:
         found = pool.run(staged, ranks=3)
-    assert [first for first, _, _ in found] == [[2], [0], [1]]
-    assert all(parts == [0, 1, 2] for _, parts, _ in found)
-    assert [sums for _, _, sums in found] == [[0], [1110], [2220]]
+    assert [one[0] for one in found] == [[2], [0], [1]]
+    assert [one[1] for one in found] == [[0, 1, 2]] * 3
+    assert [one[2] for one in found] == [[0], [1110], [2220]]
+    assert found[2][3] == [3]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -44,11 +46,14 @@ def test_another_step_seed_or_site_is_another_independent_mask() -> None:
 
 
 def test_any_block_drops_what_it_would_drop_in_the_whole() -> None:
-    """A rank may hold some samples, some positions or some features, in any order of samples."""
+    """A rank may hold some samples, some positions or a block of features, in any order of samples."""
     full = mask(0.3)
     x = torch.ones(SAMPLES, LENGTH, FEATURES)
-    part = Noise.of(3, 11, NUMBERS[[4, 1]], 15, first=20).drop(x[:2, :15, :70], 0.3, "blocks.0.attn", first=101)
-    assert torch.equal(part, full[[4, 1], 20:35, 101:171])
+    noise = replace(Noise.of(3, 11, NUMBERS[[4, 1]], 15, first=20), block=3)
+    assert torch.equal(noise.drop(x[:2, :15, :50], 0.3, "blocks.0.attn"), full[[4, 1], 20:35, 150:200])
+    part = noise.part(4, 20)
+    assert part.block == 3
+    assert torch.equal(part.drop(x[:2, :20, :50], 0.3, "blocks.0.attn")[:, :11], full[[4, 1], 24:35, 150:200])
 
 
 def test_keys_and_inputs_are_left_as_they_are() -> None:

@@ -167,7 +167,7 @@ def sequence_norms_not_summed(patch: pytest.MonkeyPatch) -> None:
     whole = OneD._whole
 
     def as_if_repeated(self: OneD, *tensor: Any) -> Rule:
-        return whole(OneD(self.size), *tensor)
+        return whole(OneD(self.sizes["tp"]), *tensor)
 
     patch.setattr(OneD, "_whole", as_if_repeated)
 

@@ -6,7 +6,7 @@ No engine: a module is laid out, materialised and adapted here as an engine woul
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.world import Group, World
+from shoal.comm.world import World
 from shoal.local import Interpreter, LocalParameter, adapt, lay_out, materialise
-from shoal.mesh import Grid
+from shoal.mesh import Grid, Mesh
 from shoal.model.decoder import Decoder
 from shoal.model.loss import IGNORED
 from shoal.model.roles import RoleTable
 from shoal.placement import Box, assemble
+from shoal.tensor.grid import OnGrid
 from shoal.tensor.whole import Whole
 
+Axes = tuple[tuple[str, int], ...]
 Array = np.ndarray[Any, Any]  # what workers send back: a tensor would have to stay alive there
 
 
@@ -43,8 +45,13 @@ class Divided:
 
     module: Any
     interpreter: Interpreter
-    group: Group
+    mesh: Mesh
     held: list[LocalParameter]
+
+    def localise(self, ctx: Any) -> Any:
+        """What of ``ctx`` is this rank's. Modules are told of it at once, which is enough while all have one length."""
+        self.interpreter.see(ctx)
+        return self.interpreter.localise(ctx, self.mesh.coords)
 
     def contributions(self) -> list[Contribution]:
         found = []
@@ -56,22 +63,53 @@ class Divided:
         return found
 
 
-def divide(make: Callable[[], nn.Module], roles: RoleTable, interpreter: Interpreter, world: World) -> Divided:
-    """What ``make`` makes, in float64, as this rank has it. Its layers are its children, if it is no decoder."""
+@dataclass
+class Kept:
+    """A sink that keeps a weight's gradient."""
+
+    gradient: Tensor | float = 0.0
+
+    def add(self, gradient: Tensor) -> None:
+        self.gradient = self.gradient + gradient
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        self.add(left.t() @ right)
+
+
+def divide(
+    make: Callable[[], nn.Module], roles: RoleTable, interpreter: Interpreter, world: World, axes: Axes
+) -> Divided:
+    """What ``make`` makes, in float64, as this rank of the mesh ``axes`` has it. Its layers are its children, if it is
+    no decoder."""
     with torch.device("meta"):
         module = make().to(torch.float64)
     layers = module.layers() if isinstance(module, Decoder) else list(module.named_children())
-    grid = Grid((("dp", 1), ("tp", world.size)))
-    held = lay_out(module, layers, roles, interpreter, grid, grid.coords(world.rank))
+    mesh = Mesh((("dp", 1), *axes), world)
+    held = lay_out(module, layers, roles, interpreter, mesh.grid, mesh.coords)
     held = materialise(module, held, 0, world.device)
     with torch.no_grad():
         for one in held:
             for piece in one.placement.pieces:
                 _spread(piece.of(one.parameter), piece.shape[0], piece.box[0])
-    group = world.group(tuple(range(world.size)), "tp")
     for name, layer in layers:
-        adapt(name, layer, roles, interpreter, group)
-    return Divided(module, interpreter, group, held)
+        adapt(name, layer, roles, interpreter, mesh)
+    return Divided(module, interpreter, mesh, held)
+
+
+def axes_of(interpreter: OnGrid) -> Axes:
+    """The mesh axes that a grid is divided over."""
+    return tuple(interpreter.sizes.items())
+
+
+def total_loss(losses: Sequence[float], interpreter: OnGrid) -> float:
+    """The loss of all samples from those of all ranks, which are the same to the last bit where samples are."""
+    grid = Grid(axes_of(interpreter))
+    by_samples: dict[tuple[int, ...], set[float]] = defaultdict(set)
+    for rank, loss in enumerate(losses):
+        coords = grid.coords(rank)
+        by_samples[tuple(coords[axis] for axis in interpreter.loss_axes)].add(loss)
+    assert all(len(same) == 1 for same in by_samples.values()), by_samples
+    return sum(loss for same in by_samples.values() for loss in same)
 
 
 def _spread(values: Tensor, rows: int, span: tuple[int, int]) -> None:
@@ -84,7 +122,7 @@ def _spread(values: Tensor, rows: int, span: tuple[int, int]) -> None:
 
 def whole(make: Callable[[], nn.Module], roles: RoleTable) -> Any:
     """The same module with the same values on one process."""
-    return divide(make, roles, Whole(), World()).module
+    return divide(make, roles, Whole(), World(), ()).module
 
 
 def put_together(ranks: Iterable[list[Contribution]]) -> dict[str, Array]:
@@ -107,7 +145,7 @@ def put_together(ranks: Iterable[list[Contribution]]) -> dict[str, Array]:
 def gradients(module: nn.Module, roles: RoleTable) -> dict[str, Array]:
     """The gradients of a whole module by logical name."""
     layers = [(name, layer) for name, layer in module.named_children()]
-    held = lay_out(module, layers, roles, Whole(), Grid((("dp", 1), ("tp", 1))), {"dp": 0, "tp": 0})
+    held = lay_out(module, layers, roles, Whole(), Grid((("dp", 1),)), {"dp": 0})
     return {
         piece.name: piece.of(one.parameter.grad).numpy()  # type: ignore[arg-type]
         for one in held

@@ -1,130 +1,48 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
+from decoder_ranks import TINY, TINY6, Case, assert_evaluates_alike, assert_trains_alike, name, run, tied, train
 from families import FAMILIES, shape_of
-from tensor_ranks import Array, Contribution, Divided, assert_same, batch, divide, gradients, put_together, whole
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from tensor_ranks import Contribution, assert_same, gradients, put_together
 
 from shoal.comm.world import World
-from shoal.config import Model, load
-from shoal.local import Interpreter
 from shoal.mesh import Grid
 from shoal.meter import Meter
-from shoal.model.context import Cache
-from shoal.model.decoder import Decoder, decoder_roles
 from shoal.model.roles import Kind, Role
 from shoal.placement import Placement, holders
 from shoal.tensor.one_d import OneD
-from shoal.tensor.whole import Whole
 from shoal.train.pool import Pool
 
-RUNS = Path(__file__).parents[2] / "runs"
-TINY, TINY6 = (load(RUNS / f"{name}.toml").model for name in ("tiny", "tiny6"))
 MANY_QUERIES = TINY.model_copy(update={"kv_heads": 2, "layers": 2})
 
-
-@dataclass(frozen=True)
-class Case:
-    """A decoder and a batch on ``ranks`` ranks."""
-
-    shape: Model
-    ranks: int
-    sequence: bool
-    length: int = 32
-    samples: int = 3
-    recompute: bool = False
-
-    def divided(self, world: World) -> Divided:
-        interpreter = OneD(world.size, sequence=self.sequence)
-        return divide(partial(Decoder, self.shape), decoder_roles(self.shape), interpreter, world)
-
-    def whole(self) -> Any:
-        return whole(partial(Decoder, self.shape), decoder_roles(self.shape))
-
-    def batch(self) -> dict[str, Tensor]:
-        return batch(self.shape.vocab, self.samples, self.length)
-
-
-def run(model: Any, inputs: dict[str, Tensor], ctx: Any, recompute: bool) -> Tensor:
-    x = inputs["tokens"]
-    for _, layer in model.layers():
-        x = checkpoint(layer, x, ctx, use_reentrant=False) if recompute else layer(x, ctx)
-    return x
-
-
-def train(world: World, case: Case) -> tuple[float, list[Contribution]]:
-    made, inputs = case.divided(world), case.batch()
-    ctx = made.interpreter.localise(made.module.context(inputs, seed=1, step=2, train=True), made.group)
-    loss = run(made.module, inputs, ctx, case.recompute)
-    (loss * 0.01).backward()
-    return loss.item(), made.contributions()
-
-
-def expected(case: Case) -> tuple[float, dict[str, Array]]:
-    model, inputs = case.whole(), case.batch()
-    loss = model(inputs, model.context(inputs, seed=1, step=2, train=True))
-    (loss * 0.01).backward()
-    return loss.item(), gradients(model, model.roles)
-
-
-def tied(shape: Model) -> Model:
-    return shape.model_copy(update={"tied": True})
-
-
 CASES = [
-    Case(TINY, 2, False),
-    Case(TINY, 2, True),
-    Case(tied(TINY), 4, False, 31),
-    Case(tied(TINY), 4, True, 31),
-    Case(MANY_QUERIES, 4, False, 5),
-    Case(MANY_QUERIES, 4, True, 5),
-    Case(TINY6, 2, True, 7),
-    Case(tied(TINY6), 3, False, 32),
-    Case(tied(TINY6), 3, True, 32),
-    Case(TINY6, 3, True, 2),
-    Case(TINY, 4, True, 32, samples=1),
-    Case(TINY, 1, True, 5),
-    Case(TINY6, 3, False, 8, recompute=True),
-    Case(TINY6, 3, True, 8, recompute=True),
+    Case(TINY, OneD(2)),
+    Case(TINY, OneD(2, sequence=True)),
+    Case(tied(TINY), OneD(4), 31),
+    Case(tied(TINY), OneD(4, sequence=True), 31),
+    Case(MANY_QUERIES, OneD(4), 5),
+    Case(MANY_QUERIES, OneD(4, sequence=True), 5),
+    Case(TINY6, OneD(2, sequence=True), 7),
+    Case(tied(TINY6), OneD(3)),
+    Case(tied(TINY6), OneD(3, sequence=True)),
+    Case(TINY6, OneD(3, sequence=True), 2),
+    Case(TINY, OneD(4, sequence=True), samples=1),
+    Case(TINY, OneD(1, sequence=True), 5),
+    Case(TINY6, OneD(3), 8, recompute=True),
+    Case(TINY6, OneD(3, sequence=True), 8, recompute=True),
 ]
-
-
-def name(case: Case) -> str:
-    kind = f"{'1d-sp' if case.sequence else '1d'}x{case.ranks}{'-recomputed' if case.recompute else ''}"
-    return f"{case.shape.heads}-heads-{'tied-' if case.shape.tied else ''}{kind}-{case.samples}x{case.length}"
-
-
-def agrees(pool: Pool, case: Case) -> None:
-    """The loss and all gradients. One that is zero in exact arithmetic, as of a key's bias where positions are learned,
-    is rounding beside those of the whole model."""
-    loss, wanted = expected(case)
-    ranks = pool.run(train, case, ranks=case.ranks)
-    for found, _ in ranks:
-        assert_same(found, loss, "loss")
-    assert len({found for found, _ in ranks}) == 1, "every rank has the same loss, to the last bit"
-    together = put_together(contributions for _, contributions in ranks)
-    assert together.keys() == wanted.keys()
-    rms = np.sqrt(np.mean(np.concatenate([one.ravel() for one in wanted.values()]) ** 2))
-    for key, gradient in wanted.items():
-        assert_same(together[key], gradient, key, floor=rms if key.endswith("attn.k.bias") else 0.0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_a_decoder_computes_what_one_process_does(pool: Pool, case: Case) -> None:
-    agrees(pool, case)
+    assert_trains_alike(pool, case)
 
 
 FAMILY_CASES = {
     f"{family}-{'1d-sp' if sequence else '1d'}x{ranks}": Case(
-        shape_of(family, z_loss=0.01, dropout=0.1, tied=sequence), ranks, sequence, length=13
+        shape_of(family, z_loss=0.01, dropout=0.1, tied=sequence), OneD(ranks, sequence=sequence), length=13
     )
     for family in FAMILIES
     for ranks, sequence in ((2, False), (2, True), (4, True))
@@ -133,44 +51,42 @@ FAMILY_CASES = {
 
 @pytest.mark.parametrize("case", FAMILY_CASES.values(), ids=FAMILY_CASES)
 def test_every_family_computes_what_one_process_does(pool: Pool, case: Case) -> None:
-    agrees(pool, case)
+    assert_trains_alike(pool, case)
 
 
-# ---- forward alone -----------------------------------------------------------------------------------------
-
-
-def forward(world: World, case: Case) -> tuple[float, Array, list[Array], float]:
-    """The loss of an evaluation, the logits, those of a prompt and of single positions after it, and what the first of
-    these moved."""
-    made, inputs = case.divided(world), case.batch()
-    with torch.no_grad():
-        ctx = made.interpreter.localise(made.module.context(inputs), made.group)
-        loss = made.module(inputs, ctx).item()
-        words = world.ledger.words("tp", "tensor")
-        inputs.pop("labels")
-        logits = made.module(inputs, made.interpreter.localise(made.module.context(inputs), made.group))
-        return loss, logits.numpy(), decode(made.module, inputs["tokens"]), words
-
-
-def decode(model: Decoder, tokens: Tensor) -> list[Array]:
-    cache = Cache()
-    steps = [tokens[:, :3], tokens[:, 3:4], tokens[:, 4:5]]
-    return [model.decode(step, cache).detach().numpy() for step in steps]
-
-
-@pytest.mark.parametrize("case", [Case(TINY6, 3, False, 7), Case(tied(MANY_QUERIES), 4, True, 5)], ids=name)
+@pytest.mark.parametrize(
+    "case", [Case(TINY6, OneD(3), 7), Case(tied(MANY_QUERIES), OneD(4, sequence=True), 5)], ids=name
+)
 def test_without_gradients_the_loss_and_all_logits_are_on_every_rank(pool: Pool, case: Case) -> None:
-    model, inputs = case.whole(), case.batch()
-    with torch.no_grad():
-        loss = model(inputs, model.context(inputs)).item()
-        inputs.pop("labels")
-        logits = model(inputs, model.context(inputs)).numpy()
-        steps = decode(model, inputs["tokens"])
-    for found, all_logits, some_logits, _ in pool.run(forward, case, ranks=case.ranks):
-        assert_same(found, loss)
-        assert_same(all_logits, logits)
-        for one, wanted in zip(some_logits, steps, strict=True):
-            assert_same(one, wanted)
+    assert_evaluates_alike(pool, case)
+
+
+# ---- several micro-batches under way -----------------------------------------------------------------------
+
+
+def train_in_turns(world: World, case: Case, lengths: tuple[int, ...]) -> list[Contribution]:
+    """All forward passes, then all backward passes, which run the layers again."""
+    made, losses = case.divided(world), []
+    for length in lengths:
+        inputs = replace(case, length=length).batch()
+        ctx = made.interpreter.localise(made.module.context(inputs), made.mesh.coords)
+        losses.append(run(made, inputs, ctx, case.recompute))
+    for loss in losses:
+        loss.backward()
+    return made.contributions()
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_micro_batches_under_way_together_may_differ_in_length(pool: Pool, recompute: bool) -> None:
+    """As many positions on each rank, of which other numbers are padding."""
+    case = Case(TINY6, OneD(3, sequence=True), recompute=recompute)
+    model = case.alone().module
+    for length in (8, 7):
+        inputs = replace(case, length=length).batch()
+        model(inputs, model.context(inputs)).backward()
+    together = put_together(pool.run(train_in_turns, case, (8, 7), ranks=3))
+    for key, wanted in gradients(model, model.roles).items():
+        assert_same(together[key], wanted, key)
 
 
 # ---- words moved -------------------------------------------------------------------------------------------
@@ -186,7 +102,7 @@ def words_of_training(world: World, case: Case) -> tuple[float, float]:
 def test_words_moved_are_those_of_the_formula(pool: Pool, ranks: int, sequence: bool, per_block: int) -> None:
     """Per block four sums of M·h, each twice (P−1)/P of it; divided by positions also two gathers made again.
     Embedding and loss move as much as half a block, and the loss three numbers for each position of each other rank."""
-    case = Case(MANY_QUERIES, ranks, sequence, length=6, samples=2)
+    case = Case(MANY_QUERIES, OneD(ranks, sequence=sequence), length=6, samples=2)
     rows = 2 * (8 if sequence and ranks == 4 else 6)  # with the padding
     blocks = per_block * case.shape.layers + 4
     formula = blocks * (ranks - 1) / ranks * rows * case.shape.hidden + 3 * (ranks - 1) * rows
@@ -194,10 +110,10 @@ def test_words_moved_are_those_of_the_formula(pool: Pool, ranks: int, sequence: 
 
 
 def test_evaluation_moves_half_of_it_and_fetches_nothing_again(pool: Pool) -> None:
-    case = Case(TINY6, 2, True, length=6, samples=2)
+    case = Case(TINY6, OneD(2, sequence=True), length=6, samples=2)
     rows, hidden = 2 * 6, case.shape.hidden
     formula = (4 * case.shape.layers + 1 + 1) / 2 * rows * hidden + 3 * rows
-    assert [words for _, _, _, words in pool.run(forward, case, ranks=2)] == [formula] * 2
+    assert assert_evaluates_alike(pool, case) == [formula] * 2
 
 
 # ---- where parameters lie ----------------------------------------------------------------------------------
@@ -276,14 +192,13 @@ def test_what_is_whole_on_every_rank_repeats_work_where_the_ranks_see_the_same(k
 # ---- memory ------------------------------------------------------------------------------------------------
 
 
-def kept_by_blocks(world: World, case: Case, interpreter: Interpreter) -> int:
+def kept_by_blocks(world: World, case: Case, alone: bool) -> int:
     """Bytes that two blocks keep for the backward pass."""
     found = []
     for layers in (1, 3):
-        shape = case.shape.model_copy(update={"layers": layers})
-        made = divide(partial(Decoder, shape), decoder_roles(shape), interpreter, world)
-        inputs = case.batch()
-        ctx = made.interpreter.localise(made.module.context(inputs, train=True), made.group)
+        some = replace(case, shape=case.shape.model_copy(update={"layers": layers}))
+        made, inputs = some.alone() if alone else some.divided(world), case.batch()
+        ctx = made.localise(made.module.context(inputs, train=True))
         with Meter() as meter:
             meter.label("parameters", made.module.parameters())
             with meter.phase("forward"):
@@ -295,6 +210,6 @@ def kept_by_blocks(world: World, case: Case, interpreter: Interpreter) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sequence_parallelism_divides_all_that_a_block_keeps(pool: Pool, ranks: int) -> None:
-    case = Case(TINY, ranks, True)
-    (alone,) = pool.run(kept_by_blocks, case, Whole(), ranks=1)
-    assert pool.run(kept_by_blocks, case, OneD(ranks, sequence=True), ranks=ranks) == [alone / ranks] * ranks
+    case = Case(TINY, OneD(ranks, sequence=True))
+    (whole,) = pool.run(kept_by_blocks, case, True, ranks=1)
+    assert pool.run(kept_by_blocks, case, False, ranks=ranks) == [whole / ranks] * ranks

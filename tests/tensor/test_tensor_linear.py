@@ -4,174 +4,107 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-import torch.nn.functional as F
-from tensor_ranks import Array, Contribution, assert_same, divide, gradients, put_together, whole
+from tensor_ranks import Array, Kept, assert_same
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Pending
 from shoal.comm.differentiable import Arriving, pad, part_size
 from shoal.comm.world import Group, World
+from shoal.layout.kinds import split_evenly
 from shoal.meter import Meter
-from shoal.model.context import Context
 from shoal.model.linear import attach_sink
-from shoal.model.roles import Role, RoleTable
-from shoal.tensor.linear import ColumnLinear, RowLinear
-from shoal.tensor.one_d import OneD
-from shoal.tensor.stream import Divided, FullSizes
+from shoal.tensor.linear import DividedLinear
+from shoal.tensor.ports import Even, Extent, Port, Ports, Positions, Shares, Still
 from shoal.train.pool import Pool
 
-HIDDEN, HEADS, HEAD_DIM, FFN, UP = 10, 12, 3, 50, 7
-QUERIES = HEADS * HEAD_DIM
+# ---- any choice of ports -----------------------------------------------------------------------------------
 
-
-class Fused(nn.Linear):
-    """Several linears as one, with a bias."""
-
-    def __init__(self, parts: tuple[int, ...]) -> None:
-        super().__init__(HIDDEN, sum(parts))
-        self.parts = parts
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        return super().forward(x).split(self.parts, dim=-1)
-
-
-class EveryRole(nn.Module):
-    """Every role between embedding and head, with biases: grouped heads under a norm of their own, a gated and a plain
-    feed-forward, and a linear that no table names. Each position depends on those before it."""
-
-    def __init__(self, kv_heads: int) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(HIDDEN)
-        self.qkv = Fused((QUERIES, kv_heads * HEAD_DIM, kv_heads * HEAD_DIM))
-        self.q_norm = nn.RMSNorm(HEAD_DIM)
-        self.out = nn.Linear(QUERIES, HIDDEN)
-        self.gate_up = Fused((FFN, FFN))
-        self.down = nn.Linear(FFN, HIDDEN)
-        self.up = nn.Linear(HIDDEN, UP)
-        self.down_again = nn.Linear(UP, HIDDEN)
-        self.plain = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (-1, HEAD_DIM)) for part in self.qkv(self.norm(x)))
-        k, v = (part.repeat_interleave(q.shape[2] // part.shape[2], dim=2) for part in (k, v))
-        x = x + self.out((self.q_norm(q) * k + v.tanh().cumsum(1)).flatten(2))
-        gate, up = self.gate_up(x)
-        x = x + self.down(F.silu(gate) * up)
-        x = x + self.down_again(self.up(x).tanh())
-        return x + self.plain(x)  # type: ignore[no-any-return]
-
-
-class Alone(nn.Module):
-    def __init__(self, kv_heads: int) -> None:
-        super().__init__()
-        self.block = EveryRole(kv_heads)
-
-
-def roles(kv_heads: int) -> RoleTable:
-    parts = (("q", QUERIES), ("k", kv_heads * HEAD_DIM), ("v", kv_heads * HEAD_DIM))
-    return {
-        "block.norm": Role("norm"),
-        "block.qkv": Role("qkv", parts=parts, heads=HEADS, kv_heads=kv_heads),
-        "block.q_norm": Role("head_norm"),
-        "block.out": Role("out_proj", heads=HEADS, kv_heads=kv_heads),
-        "block.gate_up": Role("gate_up", parts=(("gate", FFN), ("up_proj", FFN))),
-        "block.down": Role("down"),
-        "block.up": Role("gate_up"),
-        "block.down_again": Role("down"),
-    }
+SAMPLES, LENGTH, IN, OUT = 12, 5, 11, 4
 
 
 @dataclass(frozen=True)
-class Case:
+class Choice:
+    """How the input, the weight and the output of one linear map lie on ``ranks`` ranks that all compute all of it:
+    what each divides along (None: every rank has it, or keeps its own)."""
+
     ranks: int
-    kv_heads: int
-    sequence: bool
-    samples: int
-    length: int
+    x: int
+    weight: int | None
+    y: int | None
 
-    def numbers(self, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(self.samples, self.length, HIDDEN, generator=generator, dtype=torch.float64)
+    def ports(self, group: Group) -> Ports:
+        return Ports(self._port(self.x, group), self._port(self.weight, group), self._port(self.y, group))
 
+    def part(self, whole: Tensor, dim: int | None, rank: int) -> Tensor:
+        if dim is None:
+            return whole.clone()
+        if dim == 1 and whole.ndim == 3:
+            size = part_size(LENGTH, self.ranks)
+            return pad(whole, 1, size * self.ranks)[:, rank * size :][:, :size].clone()
+        return whole.split(split_evenly(whole.shape[dim], self.ranks), dim)[rank].clone()
 
-def own(x: Tensor, world: World, sequence: bool, padding: float) -> Tensor:
-    """This rank's positions, with ``padding`` after the last."""
-    if not sequence:
-        return x.clone()
-    size = part_size(x.shape[1], world.size)
-    return pad(x, 1, size * world.size, padding)[:, world.rank * size :][:, :size].clone()
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Input, weight, bias and the gradient of the output."""
+        generator = torch.Generator().manual_seed(3)
+        shapes = (SAMPLES, LENGTH, IN), (OUT, IN), (OUT,), (SAMPLES, LENGTH, OUT)
+        return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)  # type: ignore[return-value]
 
-
-def positions(length: int) -> Context:
-    return Context(rope=(torch.empty(1, length, 1, 0),) * 2, length=length)
-
-
-@dataclass
-class Kept:
-    """A sink that keeps a weight's gradient."""
-
-    gradient: Tensor | float = 0.0
-
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        self.gradient = self.gradient + left.t() @ right
+    def _port(self, dim: int | None, group: Group) -> Port:
+        if dim is None:
+            return Still()
+        if dim == 0:
+            return Even(group, 0)
+        # In-features are uneven, of the input and of the weight; the weight's dim 1 is positions of no input.
+        return Positions(group, extent=Extent(LENGTH)) if dim == 1 else Shares(group, -1, split_evenly(IN, group.size))
 
 
-def run(world: World, case: Case, sinks: bool) -> tuple[Array, Array, list[Contribution]]:
-    """Output, gradient of the input and of the parameters. The input is padded with what must not matter."""
-    made = divide(lambda: Alone(case.kv_heads), roles(case.kv_heads), OneD(world.size, sequence=case.sequence), world)
-    made.interpreter.localise(positions(case.length), made.group)
-    kept = {}
-    for one in made.held:
-        if sinks and "norm" not in one.name and "plain" not in one.name and one.name.endswith("weight"):
-            kept[one.parameter] = Kept()
-            attach_sink(one.parameter, kept[one.parameter])
-    x = own(case.numbers(1), world, case.sequence, 7.0).requires_grad_()
-    y = made.module.block(x)
-    (y * own(case.numbers(2), world, case.sequence, 0.0)).sum().backward()
-    assert x.grad is not None
-    for parameter, sink in kept.items():
-        assert parameter.grad is None
-        assert isinstance(sink.gradient, Tensor)
-        parameter.grad = sink.gradient
-    return y.detach().numpy(), x.grad.numpy(), made.contributions()
+def compute(world: World, choice: Choice, sink: bool) -> list[Array]:
+    """This rank's output, and the gradients of its input, weight and bias."""
+    x, weight, bias, grad = choice.tensors()
+    x = choice.part(x, choice.x, world.rank).requires_grad_()
+    linear = nn.Linear(IN, OUT, device="meta")
+    linear.weight = nn.Parameter(choice.part(weight, choice.weight, world.rank))
+    linear.bias = nn.Parameter(bias)
+    if sink:
+        attach_sink(linear.weight, kept := Kept())
+    y = DividedLinear(linear, choice.ports(world.everyone)).block(x)
+    y.backward(choice.part(grad, choice.y, world.rank))
+    assert (linear.weight.grad is None) == sink
+    of_weight = kept.gradient if sink else linear.weight.grad
+    return [one.detach().numpy() for one in (y, x.grad, of_weight, linear.bias.grad)]  # type: ignore[union-attr]
 
 
-def joined(parts: list[Array], case: Case) -> Array:
-    """The stream from the ranks' parts of it, which are all of it where it is not divided."""
-    if case.sequence:
-        return torch.cat([torch.from_numpy(part) for part in parts], 1)[:, : case.length].numpy()  # type: ignore[no-any-return]
-    for other in parts[1:]:
-        assert (other == parts[0]).all(), "repeated work is the same to the last bit"
-    return parts[0]
-
-
-CASES = [
-    Case(2, 6, False, 2, 5),
-    Case(2, 6, True, 2, 5),
-    Case(3, 3, False, 1, 1),
-    Case(3, 3, True, 3, 7),
-    Case(4, 2, False, 2, 3),
-    Case(4, 2, True, 2, 9),
-    Case(4, 1, True, 1, 8),
-    Case(4, 12, True, 2, 1),
+CHOICES = [
+    Choice(ranks, x, weight, y)
+    for ranks in (2, 3, 4)
+    for x in (0, 1, -1)
+    for weight in (None, -1)
+    for y in (None, 0, 1)
 ]
 
 
-@pytest.mark.parametrize("sinks", [False, True], ids=["autograd", "sinks"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_role_computes_what_one_process_does(pool: Pool, case: Case, sinks: bool) -> None:
-    model = whole(lambda: Alone(case.kv_heads), roles(case.kv_heads))
-    x = case.numbers(1).requires_grad_()
-    y = model.block(x)
-    (y * case.numbers(2)).sum().backward()
-    assert x.grad is not None
-    outputs, inputs, contributions = zip(*pool.run(run, case, sinks, ranks=case.ranks), strict=True)
-    assert_same(joined(outputs, case), y.detach(), "output")
-    assert_same(joined(inputs, case), x.grad, "gradient of the input")
-    together, wanted = put_together(contributions), gradients(model, roles(case.kv_heads))
-    assert together.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        assert_same(together[name], gradient, name)
+@pytest.mark.parametrize("sink", [False, True], ids=["autograd", "sink"])
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_whatever_enters_and_leaves_is_the_linear_map_and_its_transposes(
+    pool: Pool, choice: Choice, sink: bool
+) -> None:
+    """Each rank computes all of the map. Where its result leaves, ranks add up as many; where it stays, each has a
+    gradient of it, and those of what entered add up."""
+    x, weight, bias, grad = choice.tensors()
+    times = choice.ranks
+    wanted_y = (x @ weight.t()) * (1 if choice.y is None else times) + bias
+    wanted_x = grad @ weight * times
+    wanted_weight = grad.flatten(0, 1).t() @ x.flatten(0, 1) * (1 if choice.weight is None else times)
+    for rank, found in enumerate(pool.run(compute, choice, sink, ranks=choice.ranks)):
+        y, of_x, of_weight, of_bias = found
+        part_y = choice.part(wanted_y, choice.y, rank)
+        if choice.y == 1:  # a bias is added to padding too
+            own = min(max(LENGTH - rank * part_y.shape[1], 0), part_y.shape[1])
+            y, part_y = y[:, :own], part_y[:, :own]
+        assert_same(y, part_y, "output")
+        assert_same(of_x, choice.part(wanted_x, choice.x, rank), "gradient of the input")
+        assert_same(of_weight, choice.part(wanted_weight, choice.weight, rank), "gradient of the weight")
+        assert_same(of_bias, choice.part(grad, choice.y, rank).sum((0, 1)), "gradient of the bias")
 
 
 # ---- what runs while what is under way ---------------------------------------------------------------------
@@ -179,73 +112,111 @@ def test_every_role_computes_what_one_process_does(pool: Pool, case: Case, sinks
 
 @dataclass(frozen=True)
 class Told:
-    """A stream on one rank that says when it moves what, and a sink that says when it takes a gradient."""
+    """A port on one rank that says when it moves ``what``."""
 
-    group: Group = field(default_factory=lambda: World().everyone)
-    parts: int = 1
-    said: list[str] = field(default_factory=list)
+    what: str
+    said: list[str]
+    dim: int = 0
 
-    def positions(self, x: Tensor) -> int:
-        return x.shape[1]
+    def full(self, part: Tensor) -> int:
+        return part.shape[0]
 
-    def start_enter(self, x: Tensor, positions: int) -> Arriving:
-        return self._start("enter", x)
+    def start_enter(self, part: Tensor, length: int) -> Arriving:
+        return self._start("enters", part)
 
     def start_leave(self, term: Tensor) -> Arriving:
-        return self._start("leave", term)
+        return self._start("leaves", term)
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        self.said.append("weight gradient")
-
-    def _start(self, name: str, x: Tensor) -> Arriving:
-        self.said.append(f"start to {name}")
+    def _start(self, how: str, x: Tensor) -> Arriving:
+        self.said.append(f"{self.what} {how}")
 
         def arrange() -> Tensor:
-            self.said.append(f"wait to {name}")
+            self.said.append(f"has {self.what}" if how == "enters" else f"{self.what} has left")
             return x
 
         return Arriving(Pending(None), arrange)
 
 
-def test_the_input_gradient_is_summed_while_the_weight_gradient_is_computed() -> None:
-    told, linear = Told(), nn.Linear(3, 4)
-    attach_sink(linear.weight, told)
-    y = ColumnLinear(linear, told)(torch.randn(1, 2, 3, requires_grad=True))  # type: ignore[arg-type]
-    assert told.said == ["start to enter", "wait to enter"]
-    told.said.clear()
-    y.sum().backward()
-    assert told.said == ["start to enter", "start to leave", "wait to enter", "weight gradient", "wait to leave"]
+@dataclass(frozen=True)
+class ToldSink:
+    """Says when it takes a gradient, and in which form."""
+
+    said: list[str]
+
+    def add(self, gradient: Tensor) -> None:
+        self.said.append("adds")
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        self.said.append("multiplies")
+
+
+@dataclass
+class Script:
+    """What a linear map says, forward and backward."""
+
+    moves: str = "x w y"
+    needs_x: bool = True
+    needs_weight: bool = True
+    forward: list[str] = field(default_factory=list)
+    backward: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        said: list[str] = []
+        ports = Ports(*(Told(what, said) if what in self.moves else Still() for what in ("x", "w", "y")))
+        linear = nn.Linear(3, 4)
+        linear.weight.requires_grad_(self.needs_weight)
+        attach_sink(linear.weight, ToldSink(said))  # type: ignore[arg-type]
+        y = DividedLinear(linear, ports).block(torch.randn(1, 2, 3, requires_grad=self.needs_x))
+        self.forward = said.copy()
+        said.clear()
+        y.sum().backward()
+        self.backward = said
+
+
+def test_input_and_weight_are_under_way_together() -> None:
+    assert Script().forward == ["x enters", "w enters", "has w", "has x", "y leaves", "y has left"]
+
+
+def test_the_input_comes_back_while_its_gradient_is_made_and_that_leaves_while_the_weights_is_made() -> None:
+    assert Script().backward == [
+        "y enters", "w enters", "x enters", "has y", "has w", "x leaves", "has x", "w leaves", "w has left", "adds",
+        "x has left",
+    ]  # fmt: skip
+
+
+def test_of_one_dimension_only_the_stream_moves() -> None:
+    first, second = Script("x"), Script("y")
+    assert first.forward == ["x enters", "has x"]
+    assert first.backward == ["x enters", "x leaves", "has x", "multiplies", "x has left"]
+    assert second.forward == ["y leaves", "y has left"]
+    assert second.backward == ["y enters", "has y", "multiplies"]
 
 
 def test_frozen_weights_and_inputs_move_nothing_for_their_gradients() -> None:
-    told, linear = Told(), nn.Linear(3, 4)
-    linear.weight.requires_grad_(False)
-    ColumnLinear(linear, told)(torch.randn(1, 2, 3, requires_grad=True)).sum().backward()  # type: ignore[arg-type]
-    assert told.said[2:] == ["start to leave", "wait to leave"]
-    told.said.clear()
-    linear.weight.requires_grad_(True)
-    ColumnLinear(linear, told)(torch.randn(1, 2, 3)).sum().backward()  # type: ignore[arg-type]
-    assert told.said[2:] == ["start to enter", "wait to enter"]
+    frozen = Script(needs_weight=False)
+    assert frozen.backward == ["y enters", "w enters", "has y", "has w", "x leaves", "x has left"]
+    first = Script(needs_x=False)
+    assert first.backward == ["y enters", "x enters", "has y", "has x", "w leaves", "w has left", "adds"]
 
 
 # ---- memory ------------------------------------------------------------------------------------------------
 
 
 def kept_for_the_backward_pass(world: World) -> dict[str, float]:
-    """Elements alive after a pass through a pair of linears, in elements of this rank's stream."""
-    group, length = world.everyone, 16
-    stream = Divided(group, FullSizes(positions=length))
-    x = torch.randn(2, length // world.size, HIDDEN, requires_grad=True)
+    """Elements alive after a pass through a pair of linears of one dimension, in elements of this rank's stream."""
+    length, hidden = 16, 10
+    stream = Positions(world.everyone, extent=Extent(length))
+    x = torch.randn(2, length // world.size, hidden, requires_grad=True)
     found = {}
     with Meter() as meter:
         meter.label("given", [x])
-        columns = ColumnLinear(nn.Linear(HIDDEN, HIDDEN // 2, bias=False), stream)
-        rows = RowLinear(nn.Linear(HIDDEN // 2, HIDDEN, bias=False), stream)
-        meter.label("weights", [columns.weight, rows.weight])
+        first = DividedLinear(nn.Linear(hidden, hidden // 2, bias=False), Ports(stream, Still(), Still()))
+        second = DividedLinear(nn.Linear(hidden // 2, hidden, bias=False), Ports(Still(), Still(), stream))
+        meter.label("weights", [first.weight, second.weight])
         with meter.phase("forward"):
-            middle = columns(x)
-            found["column"] = meter.live("activations")
-            y = rows(middle)
+            middle = first(x)
+            found["first"] = meter.live("activations")
+            y = second(middle)
             found["pair"] = meter.live("activations")
     del y
     return {name: nbytes / 4 / x.numel() for name, nbytes in found.items()}
@@ -253,4 +224,23 @@ def kept_for_the_backward_pass(world: World) -> dict[str, float]:
 
 def test_the_gathered_input_is_not_kept(pool: Pool) -> None:
     """Half of all columns of all positions come out of the first linear, as many elements as a rank's stream."""
-    assert pool.run(kept_for_the_backward_pass, ranks=2) == [{"column": 1, "pair": 2}] * 2
+    assert pool.run(kept_for_the_backward_pass, ranks=2) == [{"first": 1, "pair": 2}] * 2
+
+
+def kept_of_a_gathered_weight(world: World) -> int:
+    """Elements alive after a pass through a linear whose input and weight are gathered."""
+    x = torch.randn(2, 3, IN, requires_grad=True)
+    with Meter() as meter:
+        meter.label("given", [x])
+        ports = Ports(Even(world.everyone, -1), Even(world.everyone, 1), Still())
+        linear = DividedLinear(nn.Linear(IN, 7, bias=False), ports)
+        meter.label("weights", [linear.weight])
+        with meter.phase("forward"):
+            y = linear(x)
+        kept = meter.live("activations")
+    del y
+    return kept // 4
+
+
+def test_of_a_gathered_input_and_weight_nothing_is_kept_but_the_output(pool: Pool) -> None:
+    assert pool.run(kept_of_a_gathered_weight, ranks=2) == [2 * 3 * 7] * 2

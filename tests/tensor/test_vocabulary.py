@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import pytest
 import torch
@@ -15,17 +14,25 @@ from shoal.layout.kinds import split_evenly
 from shoal.meter import Meter
 from shoal.model import loss as loss_module
 from shoal.model.loss import IGNORED
-from shoal.tensor.stream import Divided, FullSizes, Repeated
-from shoal.tensor.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding, VocabularyHead
+from shoal.tensor.ports import Even, Extent, Port, Ports, Positions, Repeated, Still
+from shoal.tensor.samples import Samples
+from shoal.tensor.vocabulary import Vocabulary, VocabularyCrossEntropy, VocabularyEmbedding, VocabularyHead
 from shoal.train.pool import Pool
+
+ROWS_DIVIDED = ("repeated", "positions", "features")
 
 
 @dataclass(frozen=True)
 class Case:
-    """Hidden states, an output matrix and labels, masked here and there."""
+    """Hidden states, an output matrix and labels, masked here and there; and what is divided over the ranks.
+
+    Of ``repeated`` hidden states, their ``positions`` or their ``features``, with the rows of the vocabulary; of the
+    ``samples``, with the in-features of a matrix that is gathered; or of the ``terms`` of the product, with features
+    of both its factors.
+    """
 
     ranks: int = 3
-    sequence: bool = False
+    kind: str = "repeated"
     vocab: int = 11
     samples: int = 2
     length: int = 7
@@ -44,27 +51,79 @@ class Case:
         labels[0, 2:5] = IGNORED
         return x.to(self.dtype), weight.to(self.dtype), labels.fill_(IGNORED) if self.masked else labels
 
-    def stream(self, world: World) -> tuple[Any, FullSizes]:
-        sizes = FullSizes(self.vocab, self.length)
-        return (Divided(world.everyone, sizes) if self.sequence else Repeated(world.everyone)), sizes
+    # ---- how it lies
 
-    def rows(self, world: World, weight: Tensor) -> Tensor:
-        return weight.split(split_evenly(self.vocab, world.size))[world.rank].clone()
+    def ports(self, world: World, *, loss: bool = False) -> Ports:
+        """Of a linear that reads the stream; under the ``loss`` what has positions or samples are rows [1, rows, …]."""
+        group = world.everyone
+        x: dict[str, Port] = {
+            "repeated": Repeated(group),
+            "positions": Even(group, 1) if loss else Positions(group, extent=Extent(self.length)),
+            "features": Even(group, -1),
+        }
+        y = Even(group, int(loss)) if self.kind == "terms" else Still()
+        return Ports(x.get(self.kind, Still()), Even(group, 1) if self.kind == "samples" else Still(), y)
 
-    def own(self, world: World, x: Tensor, padding: float = 0.0) -> Tensor:
-        if not self.sequence:
-            return x.clone()
-        size = part_size(self.length, world.size)
-        return pad(x, 1, size * world.size, padding)[:, world.rank * size :][:, :size].clone()
+    def vocabulary(self, world: World) -> Vocabulary:
+        alone = world.group((world.rank,), "none")
+        return Vocabulary(self.vocab, world.everyone if self.kind in ROWS_DIVIDED else alone)
 
-    def joined(self, parts: list[Array]) -> Array:
-        """The stream from the ranks' parts."""
-        if not self.sequence:
+    def cross_entropy(self, world: World) -> VocabularyCrossEntropy:
+        return VocabularyCrossEntropy(self.ports(world, loss=True), self.vocabulary(world), self.z_loss)
+
+    def own_samples(self, world: World) -> Samples:
+        return Samples(world.size, world.rank) if self.kind == "samples" else Samples()
+
+    def matrix(self, world: World, weight: Tensor) -> Tensor:
+        """This rank's block of an output matrix or embedding table."""
+        if self.kind in ROWS_DIVIDED:
+            return weight.split(split_evenly(self.vocab, world.size))[world.rank].clone()
+        return weight.chunk(world.size, 1)[world.rank].clone()
+
+    def stream(self, world: World, x: Tensor, padding: float = 0.0) -> Tensor:
+        """This rank's block of the stream."""
+        if self.kind == "positions":
+            size = part_size(self.length, world.size)
+            return pad(x, 1, size * world.size, padding)[:, world.rank * size :][:, :size].clone()
+        if self.kind in ("features", "terms"):
+            return x.chunk(world.size, -1)[world.rank].clone()
+        return self.own_samples(world).of(x, padding).clone()
+
+    # ---- from all ranks
+
+    def streams(self, parts: list[Array], *, empty: bool = True) -> Array:
+        """The stream from the ranks' blocks, in whose padding there is nothing if it is ``empty``."""
+        if self.kind == "repeated":
             assert all((part == parts[0]).all() for part in parts)
             return parts[0]
-        whole = torch.cat([torch.from_numpy(part) for part in parts], 1)
-        assert not whole[:, self.length :].any(), "padding has no gradient and no contents"
-        return whole[:, : self.length].numpy()  # type: ignore[no-any-return]
+        dim = {"positions": 1, "samples": 0}.get(self.kind, -1)
+        whole = torch.cat([torch.from_numpy(part) for part in parts], dim)
+        real = whole[: self.samples, : self.length]
+        assert not empty or real.count_nonzero() == whole.count_nonzero(), "padding has no gradient and no contents"
+        return real.numpy()  # type: ignore[no-any-return]
+
+    def matrices(self, parts: list[Array]) -> Array:
+        """The matrix from the ranks' blocks."""
+        blocks = [torch.from_numpy(part) for part in parts]
+        return torch.cat(blocks, 0 if self.kind in ROWS_DIVIDED else 1).numpy()  # type: ignore[no-any-return]
+
+    def total(self, losses: list[float]) -> float:
+        """The loss of all rows from the ranks', which have the same rows or each their own."""
+        if self.kind not in ROWS_DIVIDED:
+            return sum(losses)
+        assert len(set(losses)) == 1, "the same on every rank, to the last bit"
+        return losses[0]
+
+    def words(self) -> float:
+        """What the loss and its gradients move to and from each rank, if all rows are one chunk."""
+        share, rows = (self.ranks - 1) / self.ranks, self.samples * self.length
+        if self.kind == "samples":
+            return 2 * share * self.vocab * self.hidden
+        if self.kind == "terms":
+            return 2 * share * part_size(rows, self.ranks) * self.ranks * self.vocab
+        if self.kind == "positions":
+            rows = self.samples * part_size(self.length, self.ranks) * self.ranks
+        return 2 * share * rows * self.hidden + 3 * (self.ranks - 1) * rows
 
 
 def differences(case: Case) -> str:
@@ -82,38 +141,47 @@ def plain(x: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0) -> Ten
 # ---- loss --------------------------------------------------------------------------------------------------
 
 
-def loss_and_gradients(world: World, case: Case) -> tuple[float, Array | None, Array | None, float]:
-    """The loss, its gradients times 0.3 where the inputs are to have any, and the words moved."""
+def loss_and_gradients(world: World, case: Case) -> tuple[float, Array, Array, float]:
+    """The loss, its gradients times 0.3, and the words moved."""
     x, weight, labels = case.tensors()
-    stream, sizes = case.stream(world)
-    mine, rows = case.own(world, x, 9.0).requires_grad_(), case.rows(world, weight).requires_grad_()
+    labels = case.own_samples(world).of(labels, IGNORED)
+    mine, own = case.stream(world, x, 9.0).requires_grad_(), case.matrix(world, weight).requires_grad_()
     before, loss_module.CHUNK = loss_module.CHUNK, loss_module.CHUNK if case.chunk is None else case.chunk
     try:
-        loss = VocabularyCrossEntropy(stream, sizes, case.z_loss)(mine, rows, labels)
+        loss = case.cross_entropy(world)(mine, own, labels)
     finally:
         loss_module.CHUNK = before
     (loss * 0.3).backward()
     assert mine.grad is not None
-    assert rows.grad is not None
-    return loss.item(), mine.grad.numpy(), rows.grad.numpy(), world.ledger.words()
+    assert own.grad is not None
+    return loss.item(), mine.grad.numpy(), own.grad.numpy(), world.ledger.words()
 
 
+LONG = {"ranks": 2, "samples": 1, "length": 40, "vocab": 40, "chunk": 0}  # chunks as small as they get
 CASES = [
     Case(),
     Case(chunk=0),  # the smallest there are: as many rows as the hidden size
     Case(chunk=24),
-    Case(sequence=True),
-    Case(sequence=True, chunk=0),
-    Case(sequence=True, chunk=24, ranks=4),
-    Case(sequence=True, length=1, ranks=4, vocab=13),
-    Case(ranks=2, samples=1, length=40, chunk=0, vocab=40),
-    Case(ranks=2, samples=1, length=40, chunk=0, vocab=40, sequence=True),
-    Case(ranks=1),
-    Case(masked=True),
-    Case(masked=True, sequence=True),
-    Case(z_loss=0.1),
-    Case(z_loss=0.1, sequence=True, chunk=24, ranks=4),
-    Case(z_loss=0.1, ranks=2, samples=1, length=40, chunk=0, vocab=40),
+    Case(3, "positions"),
+    Case(3, "positions", chunk=0),
+    Case(4, "positions", chunk=24),
+    Case(4, "positions", length=1, vocab=13),
+    Case(3, "features"),
+    Case(4, "features", chunk=0, hidden=8),
+    Case(4, "features", vocab=5, hidden=8),
+    Case(3, "samples"),  # one rank has none
+    Case(2, "samples", samples=5, chunk=0),
+    Case(4, "samples", samples=4, hidden=8, chunk=24),
+    Case(3, "terms"),
+    Case(3, "terms", chunk=0),  # rows of a chunk that ranks do not divide
+    Case(4, "terms", samples=1, length=3, hidden=8),  # one rank has no rows
+    *(Case(**LONG, kind=kind) for kind in ("repeated", "positions", "features", "samples", "terms")),  # type: ignore[arg-type]
+    Case(1),
+    Case(1, "positions"),
+    *(Case(kind=kind, masked=True) for kind in ("repeated", "positions", "features", "samples", "terms")),
+    *(Case(kind=kind, z_loss=0.1) for kind in ("repeated", "features", "samples", "terms")),
+    Case(4, "positions", z_loss=0.1, chunk=24),
+    Case(**LONG, z_loss=0.1),  # type: ignore[arg-type]
 ]
 
 
@@ -123,14 +191,12 @@ def test_loss_and_gradients_equal_pytorchs_however_rows_are_chunked(pool: Pool, 
     expected = plain(x.requires_grad_(), weight.requires_grad_(), labels, case.z_loss)
     grad_x, grad_weight = torch.autograd.grad(expected * 0.3, (x, weight))
     losses, of_x, of_weight, words = zip(*pool.run(loss_and_gradients, case, ranks=case.ranks), strict=True)
-    assert len(set(losses)) == 1, "the same on every rank, to the last bit"
-    assert_same(losses[0], expected.item())
-    assert_same(case.joined(of_x), grad_x)
-    assert_same(torch.cat([torch.from_numpy(rows) for rows in of_weight]), grad_weight)
-    # Hidden states go in and their gradients out; three numbers for each position come from each other rank.
-    rows = case.samples * (part_size(case.length, case.ranks) * case.ranks if case.sequence else case.length)
-    formula = 2 * (case.ranks - 1) / case.ranks * rows * case.hidden + 3 * (case.ranks - 1) * rows
-    assert words == pytest.approx([formula] * case.ranks, rel=1e-12)
+    assert_same(case.total(losses), expected.item())
+    assert_same(case.streams(of_x), grad_x)
+    assert_same(case.matrices(of_weight), grad_weight)
+    # Several chunks of terms have padding each; all else moves the same however rows are chunked.
+    if case.chunk is None or case.kind != "terms":
+        assert words == pytest.approx([case.words()] * case.ranks, rel=1e-12)
 
 
 def known_logits(world: World) -> tuple[float, list[list[float]]]:
@@ -138,7 +204,7 @@ def known_logits(world: World) -> tuple[float, list[list[float]]]:
     the matrix is that of the logits."""
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0], [1.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
     rows = logits.t().split(2)[world.rank].clone().requires_grad_()
-    loss = VocabularyCrossEntropy(Repeated(world.everyone), FullSizes(vocabulary=4))
+    loss = VocabularyCrossEntropy(Ports(Repeated(world.everyone), Still(), Still()), Vocabulary(4, world.everyone))
     total = loss(torch.eye(2, dtype=torch.float64)[None], rows, torch.tensor([[2, 0]]))
     total.backward()
     assert rows.grad is not None
@@ -165,8 +231,8 @@ def test_logits_far_from_zero_neither_overflow_nor_lose_the_loss(pool: Pool) -> 
 def losses(world: World, case: Case) -> tuple[float, float]:
     """While training, and not."""
     x, weight, labels = case.tensors()
-    loss = VocabularyCrossEntropy(*case.stream(world), case.z_loss)
-    given = case.own(world, x), case.rows(world, weight), labels
+    loss = case.cross_entropy(world)
+    given = case.stream(world, x), case.matrix(world, weight), labels
     trained = loss(*given).item()
     with torch.no_grad():
         return trained, loss(*given).item()
@@ -181,18 +247,17 @@ def test_an_evaluation_has_no_z_loss(pool: Pool) -> None:
 
 def half_loss(world: World, case: Case) -> tuple[float, bool]:
     x, weight, labels = case.tensors()
-    stream, sizes = case.stream(world)
-    mine, rows = case.own(world, x).requires_grad_(), case.rows(world, weight).requires_grad_()
-    loss = VocabularyCrossEntropy(stream, sizes)(mine, rows, labels)
+    mine, rows = case.stream(world, x).requires_grad_(), case.matrix(world, weight).requires_grad_()
+    loss = case.cross_entropy(world)(mine, rows, labels)
     loss.backward()
     assert mine.grad is not None
     return loss.item(), bool(mine.grad.isfinite().all() and mine.grad.any())
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_sums_over_a_vocabulary_are_not_made_in_half_precision(pool: Pool, sequence: bool) -> None:
+@pytest.mark.parametrize("kind", ROWS_DIVIDED)
+def test_sums_over_a_vocabulary_are_not_made_in_half_precision(pool: Pool, kind: str) -> None:
     """The logits are rounded to bfloat16 and so are their exponentials, but not the sum: 1/256 of it would show."""
-    case = Case(2, sequence, dtype=torch.bfloat16, vocab=4000, hidden=2, samples=1, length=8)
+    case = Case(2, kind, dtype=torch.bfloat16, vocab=4000, hidden=2, samples=1, length=8)
     x, weight, labels = case.tensors()
     logits = (x @ weight.t()).double().flatten(0, 1)
     expected = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum").item()
@@ -201,44 +266,53 @@ def test_sums_over_a_vocabulary_are_not_made_in_half_precision(pool: Pool, seque
         assert useful
 
 
-def frozen(world: World, case: Case) -> list[bool]:
+def frozen(world: World, case: Case) -> list[tuple[bool, bool, float]]:
+    """Which of the inputs has a gradient, and the words moved: where only the first is to have one, then the second."""
     x, weight, labels = case.tensors()
-    stream, sizes = case.stream(world)
-    found = []
+    labels, found = case.own_samples(world).of(labels, IGNORED), []
     for which in range(2):
-        inputs = [case.own(world, x), case.rows(world, weight)]
+        inputs = [case.stream(world, x), case.matrix(world, weight)]
         inputs[which].requires_grad_()
-        VocabularyCrossEntropy(stream, sizes)(*inputs, labels).backward()
-        found += [one.grad is not None for one in inputs]
+        case.cross_entropy(world)(*inputs, labels).backward()
+        found.append((inputs[0].grad is not None, inputs[1].grad is not None, world.ledger.words()))
+        world.ledger.clear()
     return found
 
 
-def test_what_needs_no_gradient_gets_none(pool: Pool) -> None:
-    assert pool.run(frozen, Case(sequence=True), ranks=3) == [[True, False, False, True]] * 3
+@pytest.mark.parametrize("kind", ["positions", "samples"])
+def test_what_needs_no_gradient_gets_none_and_moves_none(pool: Pool, kind: str) -> None:
+    case = Case(kind=kind)
+    words = case.words()
+    # Half of what hidden states or matrix move is for their gradient.
+    rows = case.samples * part_size(case.length, 3) * 3
+    without = words / 2 if kind == "samples" else words - 2 / 3 * rows * case.hidden
+    moved = (words, without) if kind == "positions" else (without, words)
+    for found in pool.run(frozen, case, ranks=3):
+        assert [one[:2] for one in found] == [(True, False), (False, True)]
+        assert [one[2] for one in found] == pytest.approx(moved)
 
 
 def scratch(world: World, case: Case, grad: bool) -> int:
     """Most elements alive at one moment, besides what is given and the gradients that are to be kept."""
     before, loss_module.CHUNK = loss_module.CHUNK, case.chunk or 0
     x, weight, labels = case.tensors()
-    stream, sizes = case.stream(world)
-    mine, rows = case.own(world, x).requires_grad_(grad), case.rows(world, weight).requires_grad_(grad)
+    mine, rows = case.stream(world, x).requires_grad_(grad), case.matrix(world, weight).requires_grad_(grad)
     del x, weight
     try:
         with Meter() as meter, torch.set_grad_enabled(grad):
             meter.label("given", (mine, rows, labels))
             given = meter.live()
-            VocabularyCrossEntropy(stream, sizes)(mine, rows, labels)
+            case.cross_entropy(world)(mine, rows, labels)
     finally:
         loss_module.CHUNK = before
     return (meter.peak() - given) // 4 - (mine.numel() + rows.numel() if grad else 0)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_never_more_than_a_chunk_of_logits_exists(pool: Pool, sequence: bool) -> None:
+@pytest.mark.parametrize("kind", ROWS_DIVIDED)
+def test_never_more_than_a_chunk_of_logits_exists(pool: Pool, kind: str) -> None:
     """Of 256 rows' logits a chunk, and smaller things."""
     for rows in (16, 64):
-        case = Case(2, sequence, 256, 1, 256, 4, dtype=torch.float32, chunk=rows * 128)
+        case = Case(2, kind, 256, 1, 256, 4, dtype=torch.float32, chunk=rows * 128)
         for grad in (False, True):
             for found in pool.run(scratch, case, grad, ranks=2):
                 assert rows * 128 <= found <= 1.35 * rows * 128
@@ -247,16 +321,15 @@ def test_never_more_than_a_chunk_of_logits_exists(pool: Pool, sequence: bool) ->
 # ---- embedding ---------------------------------------------------------------------------------------------
 
 
-def embed(world: World, case: Case) -> tuple[Array, Array, int]:
+def embed(world: World, case: Case) -> tuple[Array, Array]:
     tokens, weight, upstream = tokens_and_table(case)
-    stream, sizes = case.stream(world)
-    sizes.positions = 0
     table = nn.Embedding(case.vocab, case.hidden, device="meta")
-    table.weight = nn.Parameter(case.rows(world, weight))
-    found = VocabularyEmbedding(table, stream, sizes)(tokens)
-    (found * case.own(world, upstream)).sum().backward()
+    table.weight = nn.Parameter(case.matrix(world, weight))
+    module = VocabularyEmbedding(table, case.ports(world), case.vocabulary(world), case.own_samples(world))
+    found = module(tokens)
+    (found * case.stream(world, upstream)).sum().backward()
     assert table.weight.grad is not None
-    return found.detach().numpy(), table.weight.grad.numpy(), sizes.positions
+    return found.detach().numpy(), table.weight.grad.numpy()
 
 
 def tokens_and_table(case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -266,15 +339,26 @@ def tokens_and_table(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, weight, torch.randn(*tokens.shape, case.hidden, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("case", [Case(), Case(4, True), Case(2, True, length=1), Case(1, True)], ids=differences)
+STREAMS = [
+    Case(),
+    Case(4, "positions"),
+    Case(2, "positions", length=1),
+    Case(1, "positions"),
+    Case(3, "features"),
+    Case(3, "samples"),
+    Case(2, "samples"),
+    Case(3, "terms"),
+]
+
+
+@pytest.mark.parametrize("case", STREAMS, ids=differences)
 def test_embedding_looks_up_what_one_process_does(pool: Pool, case: Case) -> None:
     tokens, weight, upstream = tokens_and_table(case)
     expected = F.embedding(tokens, weight.requires_grad_())
     (expected * upstream).sum().backward()
-    outputs, tables, lengths = zip(*pool.run(embed, case, ranks=case.ranks), strict=True)
-    assert (case.joined(outputs) == expected.detach().numpy()).all()
-    assert_same(torch.cat([torch.from_numpy(rows) for rows in tables]), weight.grad)
-    assert lengths == (case.length,) * case.ranks, "what follows is told how many positions there are"
+    outputs, tables = zip(*pool.run(embed, case, ranks=case.ranks), strict=True)
+    assert (case.streams(outputs, empty=case.kind != "samples") == expected.detach().numpy()).all()
+    assert_same(case.matrices(tables), weight.grad)
 
 
 # ---- logits ------------------------------------------------------------------------------------------------
@@ -282,24 +366,25 @@ def test_embedding_looks_up_what_one_process_does(pool: Pool, case: Case) -> Non
 
 def all_logits(world: World, case: Case) -> tuple[Array, Array, Array]:
     x, weight, _ = case.tensors()
-    stream, sizes = case.stream(world)
     linear = nn.Linear(case.hidden, case.vocab, bias=False, device="meta")
-    linear.weight = nn.Parameter(case.rows(world, weight))
-    mine = case.own(world, x).requires_grad_()
-    logits = VocabularyHead(linear, stream, sizes)(mine)
+    linear.weight = nn.Parameter(case.matrix(world, weight))
+    mine = case.stream(world, x).requires_grad_()
+    rows = world.group((world.rank,), "none") if case.kind in ROWS_DIVIDED else world.everyone
+    logits = VocabularyHead(linear, case.ports(world), case.vocabulary(world), rows)(mine)
     logits.square().sum().backward()
     assert mine.grad is not None
     assert linear.weight.grad is not None
     return logits.detach().numpy(), mine.grad.numpy(), linear.weight.grad.numpy()
 
 
-@pytest.mark.parametrize("case", [Case(), Case(4, True), Case(2, True, length=1)], ids=differences)
+@pytest.mark.parametrize("case", STREAMS, ids=differences)
 def test_all_logits_are_on_every_rank_and_their_gradient_comes_back(pool: Pool, case: Case) -> None:
     x, weight, _ = case.tensors()
     expected = x.requires_grad_() @ weight.requires_grad_().t()
     expected.square().sum().backward()
     outputs, inputs, matrices = zip(*pool.run(all_logits, case, ranks=case.ranks), strict=True)
     for logits in outputs:
-        assert_same(logits, expected.detach())
-    assert_same(case.joined(inputs), x.grad)
-    assert_same(torch.cat([torch.from_numpy(rows) for rows in matrices]), weight.grad)
+        assert_same(logits[: case.samples], expected.detach())
+        assert not logits[case.samples :].any()
+    assert_same(case.streams(inputs), x.grad)
+    assert_same(case.matrices(matrices), weight.grad)
