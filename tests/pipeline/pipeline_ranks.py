@@ -28,9 +28,9 @@ class Log:
         say = self.events.append
         self.handlers = Handlers(
             unit_done=lambda unit, final: say(f"{'complete' if final else 'done'} {unit}"),
-            reduce=lambda stage: say(f"reduce {stage}"),
-            norm=lambda: say("norm"),
-            update=lambda: say("update"),
+            reduce=lambda stage, _: say(f"reduce {stage}"),
+            norm=lambda _: say("norm"),
+            update=lambda _: say("update"),
             enter_unit=lambda unit, backward: say(f"{'back' if backward else 'enter'} {unit}"),
             leave_unit=lambda unit: say(f"leave {unit}"),
         )
@@ -39,7 +39,7 @@ class Log:
 def lines_over(world: World) -> Lines:
     """Those of a pipeline of all ranks."""
     ranks = world.everyone.ranks
-    return Lines(*(world.group(ranks, "world", channel) for channel in ("activations", "gradients")))
+    return Lines.over(lambda channel: world.group(ranks, "world", channel))
 
 
 class Pipeline:
@@ -55,7 +55,7 @@ class Pipeline:
     ) -> None:
         self.task, self.stages = task, len(starts)
         lines = world if isinstance(world, Lines) else lines_over(world)
-        rank = lines.activations.rank
+        rank = lines.ranks.rank
         layers = [layer for _, layer in task.layers()]
         ends = [*starts[1:], len(layers)]
         self.held = [stage for stage, home in enumerate(placement(passes)) if home == rank]
@@ -92,7 +92,7 @@ class Pipeline:
         }
 
 
-def scale() -> Tensor:
+def scale(micro_batch: int) -> Tensor:
     return torch.tensor(SCALE, dtype=torch.float64)
 
 

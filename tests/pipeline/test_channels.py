@@ -26,7 +26,7 @@ def whole(batch: object) -> object:
 
 
 def lines_over(net: Network, rank: int) -> Lines:
-    return Lines(net.group(rank, "activations"), net.group(rank, "gradients"))
+    return Lines.over(lambda channel: net.group(rank, channel))
 
 
 def pipelines(net: Network, schedule: Schedule, ranks: int, micro_batches: int) -> list[Pipeline]:
@@ -90,7 +90,7 @@ def test_no_message_is_under_way_when_the_norm_is_taken(schedule: Schedule) -> N
     net, left = Network(3), []
 
     def stage(rank: int) -> Pipeline:
-        handlers = replace(Log().handlers, norm=lambda: left.append(net.left(rank)))
+        handlers = replace(Log().handlers, norm=lambda _: left.append(net.left(rank)))
         return Pipeline(lines_over(net, rank), small_task(small_net()), STARTS[3], schedule(3, 4), handlers)
 
     train(net, [stage(rank) for rank in range(3)], small_batches(4, 4))

@@ -47,9 +47,9 @@ class Trace:
         layers = tuple((unit, self.layer(unit, recompute)) for unit in range(4))
         self.handlers = Handlers(
             unit_done=lambda unit, final: self.events.append(f"{'complete' if final else 'done'} {unit}"),
-            reduce=lambda stage: self.events.append(f"reduce {stage}"),
-            norm=lambda: self.events.append("norm"),
-            update=lambda: self.events.append("update"),
+            reduce=lambda stage, _: self.events.append(f"reduce {stage}"),
+            norm=lambda _: self.events.append("norm"),
+            update=lambda _: self.events.append("update"),
             enter_unit=lambda unit, backward: self.events.append(f"{'back' if backward else 'enter'} {unit}"),
             leave_unit=lambda unit: self.events.append(f"leave {unit}"),
         )
@@ -74,7 +74,7 @@ class Trace:
     def train(self) -> Tensor:
         return self.executor.run(self.program, self.batches, self.context, self.scale)
 
-    def scale(self) -> Tensor:
+    def scale(self, micro_batch: int) -> Tensor:
         assert self.events[-1] == "leave 3", "not before there is a loss to scale"
         return torch.tensor(0.25, dtype=torch.float64)
 
@@ -165,7 +165,7 @@ def test_a_finished_pass_leaves_nothing_in_memory(stages: tuple[tuple[int, ...],
         layer.register_forward_hook(lambda module, inputs, output: seen.append(weakref.ref(output)))
     gc.disable()  # what only the collector can free would stay for a while
     try:
-        executor.run(program, trace.batches, trace.context, lambda: torch.ones(()))
+        executor.run(program, trace.batches, trace.context, lambda _: torch.ones(()))
         assert [made() for made in seen] == [None] * 8
     finally:
         gc.enable()
@@ -215,10 +215,10 @@ def test_a_stage_whose_input_is_a_leaf_is_done_no_earlier_than_its_weights() -> 
     for name, parameter in module.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
     task = PlainTask(module, lambda output, _: output.sum())
-    handlers = Handlers(lambda unit, _: events.append(f"done {unit}"), lambda _: None, lambda: None, lambda: None)
+    handlers = Handlers(lambda unit, _: events.append(f"done {unit}"), lambda *_: None, lambda _: None, lambda _: None)
     layers = tuple((unit, partial(task.apply_layer, layer)) for unit, layer in enumerate(module))
     executor = Executor(task, [Stage(0, True, True, layers)], handlers, lines_over(World()))
     received = {"inputs": torch.ones(2, 3, requires_grad=True)}
-    executor.run(lower(one_f_one_b(1, 1))[0], [received], lambda batch: batch, lambda: torch.ones(()))
+    executor.run(lower(one_f_one_b(1, 1))[0], [received], lambda batch: batch, lambda _: torch.ones(()))
     assert events == ["1.w", "done 1", "0.w", "done 0"]
     assert received["inputs"].grad is not None
