@@ -173,6 +173,7 @@ class Schedule:
 SCHEDULES = {
     "gpipe": Schedule(),
     "1f1b": Schedule(),
+    "1f1b-overlap": Schedule(),
     # Its order goes in rounds of p micro-batches through every chunk (Narayanan et al., 2104.04473).
     "interleaved": Schedule(chunks=2, any_chunks=True, mb_step=lambda p: p),
     "breadth-first": Schedule(chunks=2, any_chunks=True),
