@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isqrt, prod
+from math import isqrt, log, prod
 
 ZERO_STAGES = (0, 1, 2, 3)
 SYNCS = ("allreduce", "server")
@@ -19,15 +19,6 @@ DTYPES = ("float64", "float32", "bf16", "fp16")
 HALVES = ("bf16", "fp16")
 
 Grid = tuple[int, ...]
-
-TENSOR_NEEDS = {
-    "1d": "1d is a single axis of N ranks",
-    "1d-sp": "1d-sp is a single axis of N ranks",
-    "2d": "2d needs a square",
-    "2.5d": "2.5d needs q·q·d ranks, with the depth d at most q unless /D gives it",
-    "3d": "3d needs a cube",
-    "AxBxC": "AxBxC needs three sides whose product is N",
-}
 
 
 def tensor_grid(size: int, kind: str, given: Grid = ()) -> Grid | None:
@@ -69,16 +60,41 @@ def tensor_axes(kind: str, grid: Grid) -> tuple[tuple[str, int], ...]:
     return tuple(zip(("row", "col") if kind == "2d" else ("a", "b", "c"), grid, strict=True))
 
 
+def tensor_needs(size: int, kind: str, given: Grid) -> str:
+    """What a kind asks of a grid, for the message that ``size`` ranks, or the sides ``given``, are not one."""
+    if kind == "AxBxC":
+        whole = len(given) == 3 and min(given) > 0
+        return f"{grid_text(given)} has {prod(given)} ranks, not {size}" if whole else "AxBxC needs three sides, from 1"
+    if kind == "2.5d" and len(given) == 3:
+        return f"2.5-D of depth {given[2]} needs q·q·{given[2]} ranks"
+    return {
+        "2d": "2-D needs a square, q·q ranks",
+        "2.5d": "2.5-D needs q·q·d ranks, with the depth d at most q unless /D gives it",
+        "3d": "3-D needs a cube, q·q·q ranks (AxBxC takes any three sides)",
+    }.get(kind, f"{kind} is a single axis of N ranks")
+
+
 def nearest_tensor_grids(size: int, kind: str, given: Grid) -> list[Grid]:
-    """The legal grids of a kind whose sizes are closest to ``size`` from below and above."""
+    """The legal grids of a kind whose sizes are closest to ``size`` from below and above. For AxBxC the sides that were
+    given, whatever their product, and the grid of ``size`` ranks whose sides are closest to them."""
     if kind == "AxBxC":
         sides = (*(side for side in given if side > 0), 1, 1, 1)[:3] if given else (1, 1, size)
-        return [sides]
+        return [sides] if prod(sides) == size else [sides, _nearest_box(size, sides)]
     if kind == "2.5d" and len(given) == 3 and given[2] > 0:
         depth, side = given[2], isqrt(size // given[2])
         return [(q, q, depth) for q in (side, side + 1) if q > 0]
     sizes = nearest_numbers(size, lambda n: tensor_grid(n, kind) is not None, most=8 * size)
     return [grid for n in sizes if (grid := tensor_grid(n, kind))]
+
+
+def _nearest_box(size: int, sides: Grid) -> Grid:
+    """The three sides of ``size`` ranks whose ratios to ``sides`` are the closest to 1; of several the one with the
+    longest first side, which divides samples and so fits every model."""
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    boxes = ((a, b, size // (a * b)) for a in divisors for b in divisors if size % (a * b) == 0)
+    return min(
+        boxes, key=lambda box: (round(sum(abs(log(n / m)) for n, m in zip(box, sides, strict=True)), 6), -box[0])
+    )
 
 
 def resize_tensor_grid(kind: str, grid: Grid, side: int, length: int) -> Grid:
@@ -88,9 +104,21 @@ def resize_tensor_grid(kind: str, grid: Grid, side: int, length: int) -> Grid:
     return tuple(length for _ in grid) if kind != "2.5d" else (length, length, grid[2])
 
 
+def side_text(kind: str, side: int, length: int) -> str:
+    """What a length of side number ``side`` is called: ``2 ranks``, ``2 columns``, ``side c = 2``."""
+    if kind in SUMMA_KINDS:
+        return f"{length} columns"
+    return f"side {'abc'[side]} = {length}" if kind in ("3d", "AxBxC") else f"{length} ranks"
+
+
+def grid_text(grid: Grid) -> str:
+    """``2x2x1``."""
+    return "x".join(map(str, grid))
+
+
 def head_side(kind: str) -> int:
     """Which side of the grid splits the attention heads: the output columns of a block's first linear."""
-    return {"1d": 0, "1d-sp": 0, "AxBxC": 2}.get(kind, 1)
+    return {"1d": 0, "1d-sp": 0, "3d": 2, "AxBxC": 2}.get(kind, 1)
 
 
 def hidden_side(kind: str) -> int | None:
@@ -145,6 +173,7 @@ class Schedule:
 SCHEDULES = {
     "gpipe": Schedule(),
     "1f1b": Schedule(),
+    "1f1b-overlap": Schedule(),
     # Its order goes in rounds of p micro-batches through every chunk (Narayanan et al., 2104.04473).
     "interleaved": Schedule(chunks=2, any_chunks=True, mb_step=lambda p: p),
     "breadth-first": Schedule(chunks=2, any_chunks=True),

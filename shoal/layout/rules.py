@@ -81,9 +81,10 @@ def check_shapes(layout: Layout) -> None:
     tensor = kinds.tensor_grid(size, kind, layout.tp_grid)
     if tensor is None:
         grids = kinds.nearest_tensor_grids(size, kind, layout.tp_grid)
-        raise refusal(layout, "tp", kinds.TENSOR_NEEDS[kind], _use("tp", (_tensor(kind, grid) for grid in grids)))
+        needs = kinds.tensor_needs(size, kind, layout.tp_grid)
+        raise refusal(layout, "tp", needs, _use("tp", (_tensor(kind, grid) for grid in grids)))
     if layout.tp_form == "loop" and kind not in kinds.SUMMA_KINDS:
-        raise refusal(layout, "tp", "only 2d and 2.5d have a loop form", _use("tp", [_tensor(kind, tensor)]))
+        raise refusal(layout, "tp", "only 2-D and 2.5-D have a loop form", _use("tp", [_tensor(kind, tensor)]))
     if kinds.context_grid(layout.cp, layout.cp_kind, layout.cp_grid) is None:
         grid = kinds.nearest_context_grid(layout.cp, layout.cp_kind, layout.cp_grid)
         legal = _use("cp", [context_text(prod(grid), layout.cp_kind, grid)])
@@ -182,7 +183,7 @@ def _check_tensor(layout: Layout, model: ModelShape) -> None:
 
     def fits(grid: Grid) -> bool:
         whole_columns = hidden_side is None or model.hidden % grid[hidden_side] == 0
-        return whole_columns and _heads_fit(model, grid[heads_side])
+        return whole_columns and _heads_fit(model, grid[heads_side]) and grid[heads_side] <= model.vocab
 
     def legal(side: int) -> str:
         """The nearest grids that fit when one side changes; without tensor parallelism every model fits."""
@@ -192,13 +193,14 @@ def _check_tensor(layout: Layout, model: ModelShape) -> None:
         return _use("tp", [_tensor(kind, kinds.resize_tensor_grid(kind, grid, side, n)) for n in lengths] or ["1"])
 
     if not _heads_fit(model, grid[heads_side]):
-        problem = f"{_heads(model)} do not divide over {grid[heads_side]} ranks"
-        raise refusal(layout, "tp", problem, legal(heads_side))
+        over = kinds.side_text(kind, heads_side, grid[heads_side])
+        raise refusal(layout, "tp", f"{_heads(model)} do not divide over {over}", legal(heads_side))
     if model.vocab < grid[heads_side]:
         problem = f"a vocabulary of {model.vocab} leaves some of {grid[heads_side]} ranks without a row"
         raise refusal(layout, "tp", problem, legal(heads_side))
     if hidden_side is not None and not fits(grid):
-        problem = f"hidden size {model.hidden} does not divide over {grid[hidden_side]} ranks"
+        over = kinds.side_text(kind, hidden_side, grid[hidden_side])
+        problem = f"hidden size {model.hidden} does not divide over {over}"
         raise refusal(layout, "tp", problem, legal(hidden_side))
 
 

@@ -15,7 +15,7 @@ from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import LayoutError, nearest, setting
-from shoal.layout.kinds import SCHEDULES, Grid, tensor_grid
+from shoal.layout.kinds import SCHEDULES, Grid, grid_text, tensor_grid
 
 if TYPE_CHECKING:
     from shoal.layout.layout import Layout
@@ -164,11 +164,12 @@ def _read_value(key: str, text: str) -> dict[str, Any]:
     unasked = (
         (kind is not None and spec.kind is None)
         or (number is not None and (spec.number is None or (spec.kind is not None and kind is None)))
-        or (number is not None and key == "tp" and kind != "2.5d")
         or (name is not None and (spec.option is None or name != spec.option[0]))
     )
     if unasked:
         raise _malformed(key, text)
+    if key == "tp" and number is not None and kind != "2.5d":
+        raise LayoutError(setting("layout.tp", text, "only 2.5d has a depth", f"use tp={head}:{kind}"))
     fields: dict[str, Any] = {spec.head: head if spec.word else _whole(head, key, text)}
     if spec.kind is not None and kind is not None:
         fields[spec.kind] = kind
@@ -222,7 +223,8 @@ def _whole(word: str, key: str, text: str) -> int:
 def _positive(word: str, key: str, text: str) -> int:
     number = _whole(word, key, text)
     if number < 1:
-        raise LayoutError(setting(f"layout.{key}", text, "sizes start at 1", f"use {key}={text.split('/')[0]}/1"))
+        least = "" if key == "tp" else "/1"  # a depth of 1 is not one of every size
+        raise LayoutError(setting(f"layout.{key}", text, "sizes start at 1", f"use {key}={text.split('/')[0]}{least}"))
     return number
 
 
@@ -272,7 +274,7 @@ def value_text(layout: Layout, key: str) -> str:
 def tensor_text(size: int, kind: str, grid: Grid, form: str = "gather") -> str:
     """``4:2d``, ``8:2.5d/2{form=loop}``, ``8:4x1x2``: a depth is written where it is not the default one."""
     if kind == "AxBxC":
-        kind = "x".join(map(str, grid)) or kind
+        kind = grid_text(grid) or kind
     elif kind == "2.5d" and len(grid) == 3 and grid != tensor_grid(size, kind):
         kind = f"{kind}/{grid[2]}"
     return str(size) + (f":{kind}" if kind != "1d" else "") + (f"{{form={form}}}" if form != "gather" else "")
@@ -281,7 +283,7 @@ def tensor_text(size: int, kind: str, grid: Grid, form: str = "gather") -> str:
 def context_text(size: int, kind: str, grid: Grid) -> str:
     """``2`` for a ring, ``4:ulysses``, ``4:2x2``."""
     if kind == "UxR":
-        kind = "x".join(map(str, grid)) or kind
+        kind = grid_text(grid) or kind
     return str(size) + (f":{kind}" if kind != "ring" else "")
 
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
 
-from shoal.pipeline.program import DROP, RECEIVE, SEND, Act, Op, Program, giver, placement, taker
+from shoal.pipeline.program import DROP, RECEIVE, SEND, Act, Op, Program, giver, named, placement, taker
+from shoal.pipeline.turns import answer, awaited_by_whole, in_turn
 
-_PASS = {op: one for kinds in (SEND, RECEIVE) for one, op in kinds.items()}
+_SENDS, _RECEIVES = set(SEND.values()), set(RECEIVE.values())
 
 
 def faults(programs: Sequence[Program], *, train: bool = True) -> list[str]:
     """What makes the programs of all ranks invalid together; empty for valid ones.
 
     - *Placement:* each stage has one rank.
-    - *Completeness:* each stage takes every micro-batch forward once and, when it trains, backward once; what crosses
-      from rank to rank is sent, received and dropped once; a stage is reduced once, and each rank takes the norm and
-      updates once. There is nothing else.
-    - *Order on a rank:* a pass comes after what it takes in, and its result leaves after it; a stage is reduced after
-      its last backward pass, the norm follows all reductions and drops, and the update the norm.
+    - *Completeness:* each stage takes every micro-batch forward once and, when it trains, backward once, as a whole or
+      in two, for the input and for the weights; what crosses from rank to rank is sent, received and dropped once; a
+      stage is reduced once, and each rank takes the norm and updates once. There is nothing else.
+    - *Order on a rank:* a pass comes after what it takes in, and its result leaves after it; weights' gradients come
+      after the input's; a stage is reduced after its last backward pass, the norm follows all reductions and drops, and
+      the update the norm.
     - *One order a channel:* what a rank sends another, of activations or of gradients, it sends in the order in which
       the other receives it, which is all that a transport without tags has to go by. A header has the place before its
       activation at both ends: what is to be received after an activation of unknown form waits for that form
@@ -46,50 +46,63 @@ def _misplaced(programs: Sequence[Program]) -> list[str]:
 
 
 def _faults_of_one(rank: int, program: Program, home: Sequence[int], train: bool) -> Iterator[str]:
-    where = {act: at for at, act in enumerate(program.actions)}
+    where = {named(act): at for at, act in enumerate(program.actions)}
     if len(where) < len(program.actions):
         yield "an action occurs twice"
-    order = list(_orders(rank, program, home, train))
+    halved = {(act.stage, act.micro_batch) for act in program.actions if act.op is Op.INPUT_GRADIENT}
+    order = list(_orders(rank, program, home, halved, train))
     wanted = {act for pair in order for act in pair}
     yield from (f"{act} is missing" for act in _sorted(wanted - where.keys()))
-    yield from (f"{act} does not belong here" for act in _sorted(where.keys() - wanted))
+    yield from (f"{program.actions[where[act]]} does not belong here" for act in _sorted(where.keys() - wanted))
     for first, second in order:
-        if first in where and second in where and where[first] > where[second]:
-            yield f"{first} must come before {second}"
+        if where.get(first, -1) > where.get(second, len(where)):
+            yield f"{program.actions[where[first]]} must come before {program.actions[where[second]]}"
 
 
-def _orders(rank: int, program: Program, home: Sequence[int], train: bool) -> Iterator[tuple[Act, Act]]:
+def _orders(
+    rank: int, program: Program, home: Sequence[int], halved: set[tuple[int, int]], train: bool
+) -> Iterator[tuple[Act, Act]]:
     """Every action that a rank must have, in pairs of which the first must come before the second."""
+    norm = Act(Op.NORM)
     for stage in program.stages:
+        reduce = Act(Op.REDUCE, stage)
         for micro_batch in range(program.micro_batches):
             forward = Act(Op.FORWARD, stage, micro_batch)
-            backward = forward._replace(op=Op.BACKWARD)
             yield from _around(forward, rank, home, train)
-            if train:
-                yield forward, backward
-                yield from _around(backward, rank, home, train)
-                yield backward, Act(Op.REDUCE, stage)
+            if not train:
+                continue
+            backward = Act(Op.BACKWARD, stage, micro_batch)
+            yield forward, backward
+            yield from _around(backward, rank, home, train)
+            if (stage, micro_batch) in halved:
+                weights = Act(Op.WEIGHT_GRADIENT, stage, micro_batch)
+                yield backward, weights
+                yield weights, reduce
+            else:
+                yield backward, reduce
         if train:
-            yield Act(Op.REDUCE, stage), Act(Op.NORM)
+            yield reduce, norm
     if train:
-        yield Act(Op.NORM), Act(Op.UPDATE)
+        yield norm, Act(Op.UPDATE)
 
 
 def _around(one: Act, rank: int, home: Sequence[int], train: bool) -> Iterator[tuple[Act, Act]]:
     """What a pass takes in comes before it, what becomes of its result after it."""
     yield one, one
+    op, stage, micro_batch, _ = one
     if source := giver(one, len(home)):
         if (peer := home[source.stage]) == rank:
             yield source, one
         else:
-            received = one._replace(op=RECEIVE[one.op], peer=peer)
+            received = Act(RECEIVE[op], stage, micro_batch, peer)
             yield received, one
-            if one.op is Op.BACKWARD:
-                yield one._replace(op=Op.FORWARD), received  # the gradient of an output has its shape
+            if op is Op.BACKWARD:
+                yield Act(Op.FORWARD, stage, micro_batch), received  # the gradient of an output has its shape
     if (target := taker(one, len(home))) and (peer := home[target.stage]) != rank:
-        sent = one._replace(op=SEND[one.op], peer=peer)
+        sent = Act(SEND[op], stage, micro_batch, peer)
+        dropped = Act(DROP[sent.op], stage, micro_batch, peer)
         yield one, sent
-        yield sent, (dropped := sent._replace(op=DROP[sent.op]))
+        yield sent, dropped
         if train:
             yield dropped, Act(Op.NORM)
 
@@ -100,10 +113,10 @@ def _disordered(programs: Sequence[Program]) -> Iterator[str]:
     received: dict[tuple[int, int, Op], list[Act]] = defaultdict(list)
     for rank, program in enumerate(programs):
         for act in program.actions:
-            if act.op in SEND.values():
-                answer = _answer(act, rank)
-                sent[rank, act.peer, answer.op].append(answer)
-            elif act.op in RECEIVE.values():
+            if act.op in _SENDS:
+                received_as = answer(act, rank)
+                sent[rank, act.peer, received_as.op].append(received_as)
+            elif act.op in _RECEIVES:
                 received[act.peer, rank, act.op].append(act)
     for (source, to, op), messages in sent.items():
         for ours, theirs in zip(messages, received[source, to, op], strict=True):
@@ -113,37 +126,23 @@ def _disordered(programs: Sequence[Program]) -> Iterator[str]:
 
 
 def _deadlocked(programs: Sequence[Program]) -> Iterator[str]:
-    """A circle of waits: a pass waits for what it takes in, a drop for room on the other side.
-
-    Sends wait for nothing, and neither do receives, which only make room. For an activation of unknown form they cannot
-    even do that: it has room at the latest when its pass begins, which is what its drop waits for. The norm waits for
-    all ranks, but all that they can wait for comes before it.
-    """
-    graph: TopologicalSorter[tuple[int, Act]] = TopologicalSorter()
+    """A circle of waits, where letting every rank go on as far as it can leaves some before their ends."""
+    awaited = awaited_by_whole(placement(programs))
+    gone = Counter(rank for rank, _ in in_turn(programs, awaited))
+    stuck: dict[int, tuple[Act, int, Act]] = {}
+    """By rank: what it would do next, and another rank and what that would have to do before."""
     for rank, program in enumerate(programs):
-        for earlier, later in pairwise(program.actions):
-            graph.add((rank, later), (rank, earlier))
-        for act in program.actions:
-            if act.op in SEND.values():
-                answer = _answer(act, rank)
-                needed = answer._replace(op=_PASS[answer.op], peer=-1)
-                graph.add((act.peer, needed), (rank, act))
-                room = needed if needed.op is Op.FORWARD else answer
-                graph.add((rank, act._replace(op=DROP[act.op])), (act.peer, room))
-    try:
-        graph.prepare()
-    except CycleError as error:
-        waits = [(later, earlier) for earlier, later in pairwise(error.args[1]) if earlier[0] != later[0]]
-        yield "deadlock: " + ", ".join(
-            f"rank {a}'s {act} waits for rank {b}'s {other}" for (a, act), (b, other) in waits
-        )
-
-
-def _answer(sent: Act, rank: int) -> Act:
-    """What the other rank does to receive what ``rank`` sends."""
-    one = _PASS[sent.op]
-    step = 1 if one is Op.FORWARD else -1
-    return Act(RECEIVE[one], sent.stage + step, sent.micro_batch, rank)
+        for act in program.actions[gone[rank] :][:1]:
+            if one := awaited(act, rank):
+                stuck[rank] = act, *one
+    if not stuck:
+        return
+    circle, rank = list[int](), min(stuck)
+    while rank not in circle:
+        circle.append(rank)
+        _, rank, _ = stuck[rank]
+    waits = [(rank, *stuck[rank]) for rank in circle[circle.index(rank) :]]
+    yield "deadlock: " + ", ".join(f"rank {one}'s {act} waits for rank {two}'s {its}" for one, act, two, its in waits)
 
 
 def _sorted(acts: Iterable[Act]) -> list[Act]:

@@ -2,64 +2,116 @@
 
 A result leaves right after the pass that made it. Its place on the other side is opened one action before the pass that
 needs it: early enough to arrive while that action runs, and late enough that one tensor more is in memory, not one a
-micro-batch. What was sent is dropped as soon as its receiver's next result proves that it was received, and else before
-the step's end: an error in the norm or the update leaves nothing on its way.
+micro-batch. Where one rank sends another several, for stages of which it takes the later sent first, the place of what
+was sent before is opened with it. What was sent is dropped as soon as its receiver's next result proves that it was
+received, and else before the step's end: an error in the norm or the update leaves nothing on its way.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
+from operator import itemgetter
+from typing import NamedTuple
 
-from shoal.pipeline.program import DROP, RECEIVE, SEND, Act, Op, Program, Programs, giver, placement, taker
+from shoal.pipeline.program import DROP, RECEIVE, SEND, Act, Op, Program, Programs, named, placement, taker
 
 
 def lower(passes: Sequence[Program]) -> Programs:
     """The programs of all ranks, from the passes of all ranks.
 
-    A stage is reduced after its last backward pass; the step ends with the norm and the update. Where there is no
-    backward pass there are none of these.
+    A stage is reduced after the pass that completes its gradients; the step ends with the norm and the update. Where
+    there is no backward pass there are none of these.
     """
+    places = [{named(act): at for at, act in enumerate(program.actions)} for program in passes]
+    around = [_Around(program) for program in passes]
+    channels: dict[tuple[int, int, Op], list[_Message]] = defaultdict(list)
+    ways: dict[tuple[int, int], list[_Message]] = defaultdict(list)
+    for message in _messages(passes, places):
+        channels[message.source, message.to, message.sent.op].append(message)
+        ways[message.source, message.to].append(message)
+    for channel in channels.values():
+        around[channel[0].to].open(channel, places[channel[0].to])
+    for (source, to), messages in ways.items():
+        around[source].drop(messages, ways.get((to, source), ()))
+    return tuple(one.program() for one in around)
+
+
+class _Message(NamedTuple):
+    """A result that goes from rank to rank, and where in their orders the pass stands that makes it and the pass that
+    takes it in."""
+
+    sent: Act
+    source: int
+    made: int
+    received: Act
+    to: int
+    taken: int
+
+
+def _messages(passes: Sequence[Program], places: Sequence[dict[Act, int]]) -> Iterator[_Message]:
+    """Those of each rank in the order in which it makes them."""
     home = placement(passes)
-    places = [{act: at for at, act in enumerate(program.actions)} for program in passes]
-    return tuple(_lower(rank, program, home, places) for rank, program in enumerate(passes))
+    for rank, program in enumerate(passes):
+        for at, act in enumerate(program.actions):
+            if (target := taker(act, len(home))) and (peer := home[target.stage]) != rank:
+                sent = Act(SEND[act.op], act.stage, act.micro_batch, peer)
+                received = Act(RECEIVE[act.op], target.stage, act.micro_batch, rank)
+                yield _Message(sent, rank, at, received, peer, places[peer][target])
 
 
-@dataclass
-class _Heard:
-    """What arrives from one peer: at which of our passes, and by then the latest of the peer's passes that we know of,
-    both ascending."""
+class _Around:
+    """What comes before and after each pass of one rank."""
 
-    at: list[int] = field(default_factory=list)
-    latest: list[int] = field(default_factory=list)
+    def __init__(self, passes: Program) -> None:
+        self._passes = passes
+        self._opened: list[list[tuple[int, Act]]] = [[] for _ in passes.actions]
+        self._dropped: list[list[Act]] = [[] for _ in passes.actions]
+        self._sent: list[list[Act]] = [[] for _ in passes.actions]
+        self._unproven: list[tuple[int, Act]] = []
 
+    def open(self, channel: Sequence[_Message], places: dict[Act, int]) -> None:
+        """Make room for what one rank sends this one, in the order in which it is sent."""
+        needed = list(accumulate((message.taken for message in reversed(channel)), min))[::-1]
+        place = 0
+        for message, first in zip(channel, needed, strict=True):
+            wanted = first - 1
+            if message.received.op is Op.RECEIVE_GRADIENT:
+                # The gradient of an output has its shape, which is not known before there is one.
+                forward = Act(Op.FORWARD, message.received.stage, message.received.micro_batch)
+                wanted = max(wanted, places[forward] + 1)
+            place = max(place, wanted)
+            self._opened[place].append((first, message.received))
 
-def _lower(rank: int, program: Program, home: Sequence[int], places: Sequence[dict[Act, int]]) -> Program:
-    order, stages = program.actions, len(home)
-    before: list[list[Act]] = [[] for _ in order]
-    after: list[list[Act]] = [[] for _ in order]
-    unproven: list[Act] = []
-    end = (Act(Op.NORM), Act(Op.UPDATE)) if any(act.op is Op.BACKWARD for act in order) else ()
-    heard: dict[int, _Heard] = defaultdict(_Heard)
-    for at, act in enumerate(order):
-        if (source := giver(act, stages)) and (peer := home[source.stage]) != rank:
-            # The gradient of an output has its shape, which is not known before there is one.
-            shaped = places[rank][act._replace(op=Op.FORWARD)] + 1 if act.op is Op.BACKWARD else 0
-            before[max(at - 1, shaped)].append(act._replace(op=RECEIVE[act.op], peer=peer))
-            known = heard[peer]
-            known.at.append(at)
-            known.latest.append(max([*known.latest[-1:], places[peer][source]]))
-    for at, act in enumerate(order):
-        if (target := taker(act, stages)) and (peer := home[target.stage]) != rank:
-            sent = act._replace(op=SEND[act.op], peer=peer)
-            after[at].append(sent)
-            proof = bisect_left(heard[peer].latest, places[peer][target])
-            proven = proof < len(heard[peer].at)
-            (before[heard[peer].at[proof]] if proven else unproven).append(sent._replace(op=DROP[sent.op]))
-        if act.op is Op.BACKWARD and act.micro_batch == program.final_backward(act.stage):
-            after[at].append(Act(Op.REDUCE, act.stage))
-    stream = chain.from_iterable((*before[at], act, *after[at]) for at, act in enumerate(order))
-    return Program(program.stages, program.micro_batches, (*stream, *unproven, *end))
+    def drop(self, messages: Iterable[_Message], answers: Iterable[_Message]) -> None:
+        """Send ``messages`` to a rank, and let go of them. Its ``answers`` are taken in one by one, and with each it is
+        known that its maker has come so far."""
+        heard = sorted(answers, key=lambda answer: answer.taken)
+        latest = list(accumulate((answer.made for answer in heard), max))
+        for message in messages:
+            self._sent[message.made].append(message.sent)
+            dropped = Act(DROP[message.sent.op], *message.sent[1:])
+            proof = bisect_left(latest, message.taken)
+            if proof < len(heard):
+                self._dropped[heard[proof].taken].append(dropped)
+            else:
+                self._unproven.append((message.made, dropped))
+
+    def program(self) -> Program:
+        passes = self._passes
+        completing = set(passes.completing.values())
+        stream = chain.from_iterable(
+            (
+                *(act for _, act in sorted(self._opened[at], key=itemgetter(0))),
+                *self._dropped[at],
+                act,
+                *self._sent[at],
+                *([Act(Op.REDUCE, act.stage)] if act in completing else ()),
+            )
+            for at, act in enumerate(passes.actions)
+        )
+        unproven = (act for _, act in sorted(self._unproven, key=itemgetter(0)))
+        end = (Act(Op.NORM), Act(Op.UPDATE)) if completing else ()
+        return Program(passes.stages, passes.micro_batches, (*stream, *unproven, *end))

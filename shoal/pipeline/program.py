@@ -24,6 +24,8 @@ class Op(Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT_GRADIENT = "I"  # a backward pass without the weights' gradients, which
+    WEIGHT_GRADIENT = "W"  # adds to them later
     SEND_ACTIVATION = "SA"
     RECEIVE_ACTIVATION = "RA"  # from here on it may arrive; the forward pass waits for it
     DROP_ACTIVATION = "DA"  # what was sent has been received: its memory may go
@@ -34,10 +36,15 @@ class Op(Enum):
     NORM = "N"
     UPDATE = "U"
 
+    # Members are unique, so their identity will do; hashing their names takes most of the time of checking a program.
+    __hash__ = object.__hash__
 
-SEND = {Op.FORWARD: Op.SEND_ACTIVATION, Op.BACKWARD: Op.SEND_GRADIENT}
-"""How the result of a pass goes to another rank."""
-RECEIVE = {Op.FORWARD: Op.RECEIVE_ACTIVATION, Op.BACKWARD: Op.RECEIVE_GRADIENT}
+
+PASSES = {Op.FORWARD, Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT}
+"""What schedules are made of."""
+SEND = {Op.FORWARD: Op.SEND_ACTIVATION, Op.BACKWARD: Op.SEND_GRADIENT, Op.INPUT_GRADIENT: Op.SEND_GRADIENT}
+"""How the result of a pass goes to another rank; a weight-gradient pass has none."""
+RECEIVE = {Op.FORWARD: Op.RECEIVE_ACTIVATION, Op.BACKWARD: Op.RECEIVE_GRADIENT, Op.INPUT_GRADIENT: Op.RECEIVE_GRADIENT}
 """How what a pass takes in comes from another rank."""
 DROP = {Op.SEND_ACTIVATION: Op.DROP_ACTIVATION, Op.SEND_GRADIENT: Op.DROP_GRADIENT}
 """How what was sent is let go."""
@@ -45,6 +52,8 @@ DROP = {Op.SEND_ACTIVATION: Op.DROP_ACTIVATION, Op.SEND_GRADIENT: Op.DROP_GRADIE
 _WORDS = {
     Op.FORWARD: "the forward pass",
     Op.BACKWARD: "the backward pass",
+    Op.INPUT_GRADIENT: "the input-gradient pass",
+    Op.WEIGHT_GRADIENT: "the weight-gradient pass",
     Op.SEND_ACTIVATION: "sending the output",
     Op.RECEIVE_ACTIVATION: "receiving the input",
     Op.DROP_ACTIVATION: "waiting for the receipt of the output",
@@ -89,13 +98,14 @@ class Program:
     def __str__(self) -> str:
         return " ".join(map(str, self.actions))
 
-    def final_backward(self, stage: int) -> int:
-        """The micro-batch whose backward pass is the last of ``stage``: after it, its gradients are complete."""
-        return self._final[stage]
-
     @cached_property
-    def _final(self) -> dict[int, int]:
-        return {act.stage: act.micro_batch for act in self.actions if act.op is Op.BACKWARD}
+    def completing(self) -> dict[int, Act]:
+        """By stage: the pass after which its gradients are complete, its last backward or weight-gradient pass."""
+        return {act.stage: act for act in self.actions if act.op in (Op.BACKWARD, Op.WEIGHT_GRADIENT)}
+
+    def final_backward(self, stage: int) -> int:
+        """The micro-batch of the pass after which the gradients of ``stage`` are complete."""
+        return self.completing[stage].micro_batch
 
 
 Programs = tuple[Program, ...]
@@ -108,19 +118,26 @@ def placement(programs: Sequence[Program]) -> tuple[int, ...]:
     return tuple(rank_of[stage] for stage in range(len(rank_of)))
 
 
+def named(act: Act) -> Act:
+    """The action by the name that other stages know it by: a backward pass, be it whole or for the input alone. Of a
+    stage and a micro-batch there is one or the other, and the same goes in and comes out."""
+    return Act(Op.BACKWARD, *act[1:]) if act.op is Op.INPUT_GRADIENT else act
+
+
 def giver(act: Act, stages: int) -> Act | None:
-    """The pass, on the stage before or after, whose result a pass takes in; None at either end of the ``stages``."""
+    """The :func:`named` pass, on the stage before or after, whose result a pass takes in; None at either end of the
+    ``stages``, and for what takes in nothing."""
     if act.op is Op.FORWARD and act.stage > 0:
-        return act._replace(stage=act.stage - 1)
-    if act.op is Op.BACKWARD and act.stage < stages - 1:
-        return act._replace(stage=act.stage + 1)
+        return Act(Op.FORWARD, act.stage - 1, act.micro_batch)
+    if act.op in (Op.BACKWARD, Op.INPUT_GRADIENT) and act.stage < stages - 1:
+        return Act(Op.BACKWARD, act.stage + 1, act.micro_batch)
     return None
 
 
 def taker(act: Act, stages: int) -> Act | None:
-    """The pass, on the stage after or before, that takes in the result of a pass."""
+    """The :func:`named` pass, on the stage after or before, that takes in the result of a pass."""
     if act.op is Op.FORWARD and act.stage < stages - 1:
-        return act._replace(stage=act.stage + 1)
-    if act.op is Op.BACKWARD and act.stage > 0:
-        return act._replace(stage=act.stage - 1)
+        return Act(Op.FORWARD, act.stage + 1, act.micro_batch)
+    if act.op in (Op.BACKWARD, Op.INPUT_GRADIENT) and act.stage > 0:
+        return Act(Op.BACKWARD, act.stage - 1, act.micro_batch)
     return None

@@ -11,10 +11,22 @@ from rich.padding import Padding
 from rich.table import Table
 
 from shoal.report.ownership import KINDS, Kind, Ownership, Share
-from shoal.report.wording import counted, few, keeps, meaning, ranks_text, section_text, share_text, units_text
+from shoal.report.wording import (
+    counted,
+    few,
+    keeps,
+    meaning,
+    ranks_text,
+    section_text,
+    share_text,
+    span_text,
+    units_text,
+)
 
 _SHARES, _SECTIONS = 8, 8
 """Holders of one tensor and kinds of layers of one stage that are listed: of more, the first ones and the last."""
+_FIELDS = 8
+"""Fields of a tensor grid side by side."""
 
 
 def layout_report(owned: Ownership) -> RenderableType:
@@ -36,13 +48,23 @@ def _meaning(owned: Ownership) -> Iterator[RenderableType]:
 
 
 def _seats(owned: Ownership) -> Iterator[RenderableType]:
-    """The ranks by their coordinates: the fastest axis from left to right, the others downwards."""
+    """The ranks by their coordinates: the fastest axis from left to right, the others downwards; but the first side of
+    a tensor grid with three has fields side by side."""
     places = [owned.grid.coords(rank) for rank in owned.ranks]
-    *down, across = [name for name in owned.grid.names if len({place[name] for place in places}) > 1] or ["dp"]
-    table = _table(*down, f"{across} 0 → {places[-1][across]}")
+    sizes = {axis: size for axis in owned.grid.names if (size := len({place[axis] for place in places})) > 1}
+    *down, across = sizes or {"dp": 1}
+    sides = [axis for axis in owned.layout.tensor_names if axis in sizes]
+    apart = sides[0] if len(sides) == 3 and sizes[sides[0]] <= _FIELDS else ""
+    down = [axis for axis in down if axis != apart]
+    head = f"{across} 0 → {places[-1][across]}"
+    table = _table(*down, *([f"{apart} {at}: {head}" for at in range(sizes[apart])] if apart else [head]))
     width = len(str(owned.ranks[-1]))
-    for row, ranks in groupby(owned.ranks, lambda rank: [str(owned.grid.coords(rank)[name]) for name in down]):
-        table.add_row(*row, "  ".join(f"{rank:>{width}}" for rank in ranks))
+    rows: dict[tuple[int, ...], dict[int, list[str]]] = {}
+    for rank, place in zip(owned.ranks, places, strict=True):
+        fields = rows.setdefault(tuple(place[axis] for axis in down), {})
+        fields.setdefault(place.get(apart, 0), []).append(f"{rank:>{width}}")
+    for row, fields in rows.items():
+        table.add_row(*map(str, row), *map("  ".join, fields.values()))
     yield ""
     yield "[bold]which rank sits where[/]" + (f": the first of {owned.replicas} replicas" if owned.is_part else "")
     yield _indented(table)
@@ -83,8 +105,8 @@ def _holdings(owned: Ownership, stage: int, kind: Kind) -> RenderableType:
     sections = owned.sections(stage, kind)
     for section in few(sections, _SECTIONS):
         name = section_text(section, owned.units)
-        if kind == "state" and (holder := section.alone(kind)) is not None:
-            table.add_row(f"[italic]{escape(name)}[/]", "", f"[bold]{ranks_text(holder)}[/]: everything")
+        if kind == "state" and (updaters := section.updaters):
+            table.add_row(f"[italic]{escape(name)}[/]", "", f"[bold]{ranks_text(updaters)}[/]: everything")
             continue
         table.add_row(f"[italic]{escape(name)}[/]")
         for one in section.held:
@@ -95,13 +117,33 @@ def _holdings(owned: Ownership, stage: int, kind: Kind) -> RenderableType:
     return table
 
 
-def _holders(shares: Sequence[Share], shape: Sequence[int]) -> str:
+def _holders(shares: Sequence[Share], shape: Sequence[int]) -> RenderableType:
     if not shares:
         return "[dim]other replicas[/]"
+    if (blocks := _blocks(shares, shape)) is not None:
+        return blocks
     words = [f"[bold]{ranks_text(share.ranks)}[/]: {share_text(share, shape)}" for share in shares]
     if len(words) > _SHARES:
         words = [*words[:2], f"… {len(words) - 3} more", words[-1]]
     return " · ".join(words)
+
+
+def _blocks(shares: Sequence[Share], shape: Sequence[int]) -> RenderableType | None:
+    """Shares that cut a matrix both ways into few enough parts, as a table of its rows and columns."""
+    if len(shape) != 2 or any(len(share.boxes) > 1 for share in shares):
+        return None
+    holders = {share.boxes[0]: ranks_text(share.ranks) for share in shares}
+    rows, columns = (sorted({box[dim] for box in holders}) for dim in (0, 1))
+    if min(len(rows), len(columns)) == 1 or max(len(rows), len(columns)) > _SHARES:
+        return None
+    if len(rows) * len(columns) != len(holders):
+        return None
+    table = _table("columns", *map(span_text, columns))
+    table.columns[0].justify = "right"
+    for at, row in enumerate(rows):
+        cells = [f"[bold]{holders[row, column]}[/]" for column in columns]
+        table.add_row(f"[dim]{'rows ' * (at == 0)}{span_text(row)}[/]", *cells)
+    return table
 
 
 def _table(*heads: str) -> Table:

@@ -12,16 +12,14 @@ from shoal.layout import Layout
 from shoal.report.colours import Colours
 from shoal.report.ownership import KINDS, Kind, Ownership, Section, Share
 from shoal.report.panels import Panel
-from shoal.report.svg import CARD, FAINT, MUTED, RIM, Canvas, fitting, text_width, wrapped
+from shoal.report.rank_map import Field
+from shoal.report.svg import CARD, FAINT, MUTED, Canvas, fitting, text_width, wrapped
 from shoal.report.wording import counted, few, keeps, meaning, ranks_text, section_text, units_text
 
 _MARGIN, _PADDING, _GAP, _BETWEEN = 24, 18, 22, 40
-"""Pixels: around the picture, inside a card, between panels, between kinds of layers."""
+"""Pixels: around the picture, inside a card, between panels, between kinds of layers and fields of ranks."""
 _HEADING = 30
 _LEAST_WIDTH = 860
-_CELL = (30, 22)
-_ACROSS = 16
-"""Ranks side by side in the map of ranks."""
 _SECTIONS = 8
 """Kinds of layers of one stage that are drawn: of more, the first ones and the last."""
 
@@ -86,55 +84,23 @@ def _map(canvas: Canvas, owned: Ownership, colours: Colours, y: float, inside: f
     title = "which rank sits where" + (f": the first of {owned.replicas} replicas" if owned.is_part else "")
     canvas.text(_MARGIN, y + 4, title, 12, bold=True)
     canvas.text(_MARGIN + text_width(title, 12, bold=True) + 12, y + 4, colours.key(), 11, colour=MUTED)
-    fields = [_Field(owned, stage, colours) for stage in range(len(owned.stages))]
-    width, height = fields[0].width + _GAP, fields[0].height + 12
-    a_line = max(1, int((inside + _GAP) // width))
+    fields = [Field(owned, stage, colours) for stage in range(len(owned.stages))]
+    width, height = fields[0].width + _BETWEEN, fields[0].height + 12
+    a_line = max(1, int((inside + _BETWEEN) // width))
     for place, field in enumerate(fields):
         field.draw(canvas, _MARGIN + place % a_line * width, y + 18 + place // a_line * height)
     return y + 24 + -(-len(fields) // a_line) * height
 
 
-class _Field:
-    """The ranks of one stage: tp downwards, replicas from left to right, in bands of :data:`_ACROSS`."""
-
-    def __init__(self, owned: Ownership, stage: int, colours: Colours) -> None:
-        self._owned, self._stage, self._colours = owned, stage, colours
-        self._replicas, self._tensor = 1 if owned.is_part else owned.replicas, owned.layout.tp
-        self._left = 30 if self._tensor > 1 else 0
-        self._top = (16 if owned.layout.pp > 1 else 2) + (14 if self._replicas > 1 else 0)
-        self._band = self._tensor * _CELL[1] + 16
-        self.width = self._left + min(self._replicas, _ACROSS) * _CELL[0]
-        self.height = self._top + -(-self._replicas // _ACROSS) * self._band - 16
-
-    def draw(self, canvas: Canvas, x: float, y: float) -> None:
-        wide, high = _CELL
-        if self._owned.layout.pp > 1:
-            canvas.text(x + self._left, y + 10, f"stage {self._stage}", 10, bold=True)
-        for rank in self._owned.ranks_of(self._stage):
-            place = self._owned.grid.coords(rank)
-            tensor, replica = place["tp"], place["dp"] * self._owned.layout.cp + place["cp"]
-            band, column = divmod(replica, _ACROSS)
-            left = x + self._left + column * wide
-            top = y + self._top + band * self._band + tensor * high
-            if tensor == 0 and self._replicas > 1:
-                words = str(replica) if column else f"dp {replica}"
-                canvas.text(left + wide / 2, top - 4, words, 8, colour=MUTED, anchor="middle")
-            if column == 0 and self._tensor > 1:
-                words = str(tensor) if tensor else "tp 0"
-                canvas.text(left - 5, top + 14, words, 8, colour=MUTED, anchor="end")
-            canvas.rect(left, top, wide - 2, high - 2, self._colours.of([rank]), rim=RIM, round_=3)
-            canvas.text(left + wide / 2 - 1, top + 14, str(rank), 10, anchor="middle")
-
-
 class _Block:
     """Layers that are held alike, drawn once; panels stand below each other where there is room.
 
-    Where the same ranks have all of their states, a single box says so.
+    Where the same ranks have all of their states between them, a single box says so.
     """
 
     def __init__(self, owned: Ownership, section: Section, kind: Kind, colours: Colours) -> None:
         self.heading, common = section_text(section, owned.units), owned.common_size
-        if kind == "state" and (ranks := section.alone(kind)):
+        if kind == "state" and (ranks := section.updaters):
             size = sum(one.numel for one in section.held)
             panels = [Panel("everything", (size,), [Share(ranks, (((0, size),),))], colours, common)]
         else:

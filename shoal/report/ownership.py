@@ -76,11 +76,17 @@ class Section:
     units: tuple[int, ...]
     held: tuple[Held, ...]
 
-    def alone(self, kind: Kind) -> tuple[int, ...] | None:
-        """The ranks that have everything, where the same ones have the whole of each tensor."""
-        whole = all([share.numel for share in one.of(kind)] == [one.numel] for one in self.held)
-        holders = {one.of(kind)[0].ranks for one in self.held} if whole else set()
-        return holders.pop() if len(holders) == 1 else None
+    @property
+    def updaters(self) -> tuple[int, ...] | None:
+        """The ranks that have all optimizer states between them, each of all that it holds of the weights, where these
+        are the same ranks for every tensor."""
+        entire = all(
+            [share.boxes for share in one.states] == [share.boxes for share in one.shares]
+            and sum(share.numel for share in one.states) == one.numel
+            for one in self.held
+        )
+        ranks = {tuple(sorted({rank for share in one.states for rank in share.ranks})) for one in self.held}
+        return ranks.pop() if entire and len(ranks) == 1 else None
 
 
 @dataclass(frozen=True)

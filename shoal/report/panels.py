@@ -20,6 +20,8 @@ _SIZES = (11, 10, 9, 8)
 """Font sizes of a label in its box: the first that fits."""
 _LABEL, _LONGEST = 9.6, 700
 """Pixels: what the smallest label needs, and how long a side may become so that many boxes have it."""
+_SLIVER = 0.6
+"""A box is one that is thinner than so much of the median."""
 
 
 class _Area(NamedTuple):
@@ -128,23 +130,39 @@ def _size(shape: Sequence[int], common: int, main: Sequence[_Area], words: Seque
     if len(shape) == 2:
         flat = [area.height for area in areas if area.height <= area.width]
         upright = [area.width for area in areas if area.height > area.width]
-        return width * _stretch(upright, width), height * _stretch(flat, height)
+        width *= _stretch(upright, [area.width for area in areas], width)
+        height *= _stretch(flat, [area.height for area in areas], height)
+        return width * _widening([part.scaled(width, height) for part in main], words, width, height), height
     if all(_fit(word, area) for word, area in zip(words, areas, strict=True)):
         return width, height
     turned = max(text_width(word, _SIZES[-1]) + 3 for word in words)
-    return width * _stretch([area.width for area in areas], width), max(height, turned)
+    widths = [area.width for area in areas]
+    return width * _stretch(widths, widths, width), max(height, turned)
 
 
 def _side(size: int, common: int) -> float:
     return float(min(max(_SIDE * (size / common) ** 0.5, _LEAST), _MOST))
 
 
-def _stretch(thick: Sequence[float], side: float) -> float:
-    """By how much to lengthen a side so that boxes along it, but for slivers, have room for a label."""
+def _stretch(thick: Sequence[float], every: Sequence[float], side: float) -> float:
+    """By how much to lengthen a side so that boxes that are ``thick`` along it have room for a label: all but slivers
+    among them, and those within reason, where they are slivers among ``every`` box."""
     if not thick:
         return 1.0
-    least = min(each for each in thick if each >= 0.6 * median(thick))
-    return max(1.0, min(_LABEL / least, _LONGEST / side))
+    least = min(each for each in thick if each >= _SLIVER * median(thick))
+    most = _LONGEST / side if least >= _SLIVER * median(every) else 1.5
+    return max(1.0, min(_LABEL / least, most))
+
+
+def _widening(main: Sequence[_Area], words: Sequence[str], width: float, height: float) -> float:
+    """By how much to lengthen rows so that boxes that are cut both ways have room for labels: of those in one row,
+    nobody could tell apart labels at its end."""
+    needs = [
+        (text_width(word, _SIZES[-1]) + 3.1) / area.width
+        for area, word in zip(main, words, strict=True)
+        if max(area.width / width, area.height / height) < 1 and area.height >= _LABEL and _fit(word, area) is None
+    ]
+    return max(1.0, min(max(needs, default=1.0), _LONGEST / width))
 
 
 def _fit(words: str, area: _Area) -> tuple[int, bool] | None:

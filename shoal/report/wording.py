@@ -7,7 +7,10 @@ from itertools import groupby
 from typing import TypeVar
 
 from shoal.layout import Layout
+from shoal.layout.text import value_text
+from shoal.placement import Span
 from shoal.report.ownership import Section, Share
+from shoal.report.tensor_words import tensor_meaning
 
 T = TypeVar("T")
 
@@ -16,7 +19,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     """Ascending numbers: ``0–3``, ``0, 4``, ``0–1, 4–5``, ``0, 4 … 60``."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0])]
     words = [f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return ", ".join(words) if len(words) <= 3 else f"{words[0]}, {words[1]} … {words[-1]}"
+    return ", ".join(words) if len(words) <= 3 or len(ranks) <= 4 else f"{words[0]}, {words[1]} … {words[-1]}"
 
 
 def units_text(names: Sequence[str]) -> str:
@@ -46,12 +49,18 @@ def share_text(share: Share, shape: Sequence[int]) -> str:
     box = tuple((min(at for at, _ in spans), max(to for _, to in spans)) for spans in zip(*share.boxes, strict=True))
     dims = ("element",) if len(shape) == 1 else ("row", "column")
     cuts = [
-        f"{dim}s {start:,}–{stop - 1:,}" if stop - start > 1 else f"{dim} {start:,}"
-        for dim, (start, stop), n in zip(dims, box, shape, strict=True)
-        if (start, stop) != (0, n)
+        dim + "s" * (span[1] - span[0] > 1) + f" {span_text(span)}"
+        for dim, span, n in zip(dims, box, shape, strict=True)
+        if span != (0, n)
     ]
     partly = " in part" if len(share.boxes) > 1 else ""
     return (", ".join(cuts) or ("all rows" if partly else "whole")) + partly
+
+
+def span_text(span: Span) -> str:
+    """A half-open span: ``0–1,023``, ``7``."""
+    start, stop = span
+    return f"{start:,}–{stop - 1:,}" if stop - start > 1 else f"{start:,}"
 
 
 def few(items: Sequence[T], most: int) -> list[T]:
@@ -72,7 +81,10 @@ def meaning(layout: Layout) -> Iterator[tuple[str, str, str]]:
     if layout.dp > 1:
         yield f"dp={layout.dp}", f"{layout.dp} replicas, each with its own samples", _sum_cost(layout)
     if layout.tp > 1:
-        yield f"tp={layout.tp}:{layout.tp_kind}", *_tensor(layout)
+        kind = ":1d" * (layout.tp_kind == "1d")
+        what, cost = tensor_meaning(layout)
+        summed = _sum_cost(layout) if layout.dp == 1 else ""  # over depth alone
+        yield f"tp={value_text(layout, 'tp')}{kind}", what, "; ".join(filter(None, (cost, summed)))
     if layout.zero:
         yield f"zero={layout.zero}", *_zero(layout)
     if m > 1:
@@ -93,10 +105,17 @@ def _pipeline_cost(layout: Layout) -> str:
 
 
 def _sum_cost(layout: Layout) -> str:
-    n = layout.dp * layout.cp
-    if layout.zero:
+    n = layout.alike
+    if layout.zero or n == 1:
         return ""
-    return f"gradients are summed once a step; words received for each of its parameters: 2(N−1)/N = {_twice(n):.3g}"
+    summed = f"gradients are summed{_over(layout)} once a step"
+    return f"{summed}; words received for each of its parameters: 2(N−1)/N = {_twice(n):.3g}"
+
+
+def _over(layout: Layout) -> str:
+    """Which ranks hold the same, where that is more than replicas."""
+    depth = layout.alike > layout.dp * layout.cp
+    return f" over {'dp·depth' if layout.dp > 1 else 'depth'}" if depth else ""
 
 
 def _twice(n: int) -> float:
@@ -104,33 +123,29 @@ def _twice(n: int) -> float:
     return 2 * (n - 1) / n
 
 
-def _tensor(layout: Layout) -> tuple[str, str]:
-    p, sequence = layout.tp, layout.tp_kind == "1d-sp"
-    times = 10 if sequence else 8
-    what = f"each matrix is cut in {p}: heads, feed-forward columns, vocabulary rows"
-    if sequence:
-        what += f"; between matrices 1/{p} of the positions"
-    cost = f"words received for each activation, in every block: {times}(P−1)/P = {times * (p - 1) / p:.3g}"
-    return what, cost
-
-
 def _zero(layout: Layout) -> tuple[str, str]:
-    n, m = layout.dp * layout.cp, layout.mb
-    g = layout.zero_group or n
+    n, m, side = layout.alike, layout.mb, dict(layout.tensor_axes).get("a", 1)
     parts = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")
-    what = f"{parts[layout.zero - 1]} are divided by {g}"
-    if g < n:
-        what += f", in groups of {g} replicas"
+    of, only_vectors = parts[layout.zero - 1], n == 1 < side
+    g = layout.zero_group or n * (side if only_vectors else 1)
+    what = f"{of} are divided by {g}{_over(layout)}"
+    if only_vectors:
+        what = f"of vectors, {of} are divided by {side} over a; every part of a matrix is on one rank"
+    elif g < n:
+        what += f", in groups of {g} {'ranks' if _over(layout) else 'replicas'}"
+    elif side > 1:
+        what += f", those of vectors by {n * side}, over a too"
     scattered, scatters, gathered, gathers, about = "once a step", 1, "after the update", 1, ""
     if layout.zero == 3 and layout.pp > 1:
         # Its micro-batches overlap: what has been gathered stays until the step's last use of it.
         gathered = "when first used"
     elif layout.zero == 3:
         scattered, scatters, gathered, gathers, about = "after each pass", m, "for each pass", 2 * m, "at most "
-    words = (gathers + scatters) * (g - 1) / g + _twice(n // g) / g
+    words = (gathers + scatters) * (g - 1) / g + _twice(n // g or 1) / g
+    whose = "each of their elements" if only_vectors else "each of its parameters"
     return what, (
         f"gradients are scattered {scattered}, parameters gathered {gathered}; "
-        f"words received for each of its parameters: {about}{words:.3g}"
+        f"words received for {whose}: {about}{words:.3g}"
     )
 
 

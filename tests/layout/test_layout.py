@@ -149,6 +149,26 @@ def test_axes_run_from_pipeline_outside_to_tensor_inside() -> None:
     assert layout.ranks == 120
 
 
+@pytest.mark.parametrize(
+    ("line", "axes", "alike"),
+    [
+        ("dp=2,tp=4", {"tp": 4}, 2),
+        ("tp=2:1d-sp", {"tp": 2}, 1),
+        ("dp=2,tp=9:2d", {"row": 3, "col": 3}, 2),
+        ("dp=2,tp=8:2.5d", {"depth": 2, "row": 2, "col": 2}, 4),
+        ("tp=12:2.5d/3", {"depth": 3, "row": 2, "col": 2}, 3),
+        ("dp=3,tp=8:3d", {"a": 2, "b": 2, "c": 2}, 3),
+        ("tp=24:4x3x2", {"a": 4, "b": 3, "c": 2}, 1),
+    ],
+)
+def test_each_side_of_a_grid_is_a_mesh_axis_the_last_one_fastest(line: str, axes: dict[str, int], alike: int) -> None:
+    layout = Layout.parse(line)
+    assert layout.tensor_axes == tuple(axes.items())
+    assert layout.tensor_names == tuple(axes)
+    assert layout.axes == (("pp", 1), ("dp", layout.dp), ("cp", 1), *axes.items())
+    assert layout.alike == alike
+
+
 def test_fill_gives_dp_the_ranks_that_are_left() -> None:
     layout = Layout.parse("dp=-1,tp=2,pp=2,zero=1")
     assert layout.fill(12) == Layout.parse("dp=3,tp=2,pp=2,zero=1")
@@ -244,6 +264,10 @@ def test_the_refusal_of_an_unbuilt_kind_names_the_setting_and_its_value(today: o
         "dp=4,zero=3/2",
         "tp=2",
         "tp=4:1d-sp",
+        "tp=4:2d",
+        "dp=2,tp=8:2.5d/2{form=loop},zero=3/4",
+        "tp=8:3d,pp=2,mb=2",
+        "tp=6:1x2x3,recompute=full",
         "pp=2:gpipe,mb=4",
         "pp=4{layers=1/2/2/1},mb=2",
         "recompute=selective",

@@ -53,6 +53,8 @@ REFUSALS = [
     ("tp=27:3d", {}, "tp", "27:3d", ["tp=8:3d", "tp=64:3d"]),
     ("tp=6:1x2x3", {}, "tp", "6:1x2x3", ["tp=4:1x2x2", "tp=8:1x2x4"]),
     ("tp=4:2d", {"hidden": 27}, "tp", "4:2d", ["tp=1:2d"]),
+    ("tp=16:2d", {"vocab": 3}, "tp", "16:2d", ["tp=4:2d"]),
+    ("tp=4:1x1x4", {"vocab": 3}, "tp", "4:1x1x4", ["tp=2:1x1x2"]),
     ("tp=10:1x5x2", {}, "tp", "10:1x5x2", ["tp=8:1x4x2", "tp=12:1x6x2"]),
     ("cp=3:ulysses", {}, "cp", "3:ulysses", ["cp=2:ulysses", "cp=4:ulysses"]),
     ("tp=4,cp=8:4x2", {}, "cp", "8:4x2", ["cp=4:2x2"]),
@@ -83,13 +85,17 @@ REFUSALS = [
     ("tp=6:2.5d", {}, "tp", "6:2.5d", ["tp=4:2.5d", "tp=8:2.5d"]),
     ("tp=8:2.5d/3", {}, "tp", "8:2.5d/3", ["tp=3:2.5d/3", "tp=12:2.5d/3"]),
     ("tp=9:3d", {"heads": 24, "kv_heads": 12}, "tp", "9:3d", ["tp=8:3d", "tp=27:3d"]),
-    ("tp=6:2x2x2", {}, "tp", "6:2x2x2", ["tp=8:2x2x2"]),
+    ("tp=6:2x2x2", {}, "tp", "6:2x2x2", ["tp=8:2x2x2", "tp=6:3x1x2"]),
+    ("tp=12:2x2x2", {}, "tp", "12:2x2x2", ["tp=8:2x2x2", "tp=12:3x2x2"]),
     ("tp=4:2x2", {}, "tp", "4:2x2", ["tp=4:2x2x1"]),
     ("cp=6:2x2", {}, "cp", "6:2x2", ["cp=4:2x2"]),
     ("tp=4:3d{form=loop}", {}, "tp", "4:3d{form=loop}", ["tp=1:3d", "tp=8:3d"]),
+    ("tp=8:3d{form=loop}", {}, "tp", "8:3d{form=loop}", ["tp=8:3d"]),
     ("tp=2{form=loop}", {}, "tp", "2{form=loop}", ["tp=2"]),
     # groups inside the ranks
     ("dp=6,zero=3/4", {}, "zero", "3/4", ["zero=3/3", "zero=3/6"]),
+    ("dp=2,tp=8:2.5d,zero=3/3", {}, "zero", "3/3", ["zero=3/2", "zero=3/4"]),
+    ("dp=2,tp=8:3d,zero=3/4", {}, "zero", "3/4", ["zero=3/2"]),
     ("dp=4,ep=3", {"experts": 12}, "ep", "3", ["ep=2", "ep=4"]),
     ("dp=4,etp=3", {"experts": 8}, "etp", "3", ["etp=2", "etp=4"]),
     ("dp=4,ep=4,etp=2", {"experts": 8}, "ep", "4", ["ep=2"]),
@@ -128,6 +134,43 @@ def test_every_refusal_names_the_setting_its_value_and_values_that_are_then_acce
             check(line, tied=False)
         else:
             check(with_value(line, pair), world)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("tp=6:2d", "2-D needs a square, q·q ranks; use tp=4:2d or tp=9:2d"),
+        (
+            "tp=6:2.5d",
+            "2.5-D needs q·q·d ranks, with the depth d at most q unless /D gives it; use tp=4:2.5d or tp=8:2.5d",
+        ),
+        ("tp=8:2.5d/3", "2.5-D of depth 3 needs q·q·3 ranks; use tp=3:2.5d/3 or tp=12:2.5d/3"),
+        ("tp=9:3d", "3-D needs a cube, q·q·q ranks (AxBxC takes any three sides); use tp=8:3d or tp=27:3d"),
+        ("tp=6:2x2x2", "2x2x2 has 8 ranks, not 6; use tp=8:2x2x2 or tp=6:3x1x2"),
+        ("tp=8:4x2", "AxBxC needs three sides, from 1; use tp=8:4x2x1"),
+        ("tp=4:0x2x2", "AxBxC needs three sides, from 1; use tp=4:2x2x1"),
+        ("tp=4:1x2x2{form=loop}", "only 2-D and 2.5-D have a loop form; use tp=4:1x2x2"),
+        ("dp=2,tp=8:2.5d,zero=1/3", "the group does not divide dp·cp·depth = 4; use zero=1/2 or zero=1/4"),
+    ],
+)
+def test_grids_are_refused_in_words_that_a_person_expects(line: str, problem: str) -> None:
+    assert refused(line).partition(": ")[2] == problem
+
+
+@pytest.mark.parametrize(
+    ("line", "over"),
+    [("tp=3", "3 ranks"), ("tp=9:2d", "3 columns"), ("tp=18:2.5d", "3 columns"), ("tp=27:3d", "side c = 3")],
+)
+def test_what_does_not_divide_heads_is_named_as_the_grid_has_it(line: str, over: str) -> None:
+    layout = Layout.parse(line)
+    with pytest.raises(LayoutError, match=f"8 attention heads with 4 key/value heads do not divide over {over}; "):
+        layout.check(Shape(), layout.ranks, layout.ranks)
+
+
+def test_samples_positions_and_columns_need_not_divide() -> None:
+    for line in ("tp=9:2d", "tp=18:2.5d/2", "tp=27:3d", "tp=30:5x2x3", "dp=2,tp=8:2.5d,zero=3/4", "tp=8:2x2x2,zero=3"):
+        layout = Layout.parse(line)
+        layout.check(Shape(heads=6, kv_heads=6, ffn=61, vocab=257), batch=layout.dp, world=layout.ranks)
 
 
 def test_a_world_or_a_batch_is_named_where_that_would_do_as_well() -> None:

@@ -3,11 +3,15 @@ from __future__ import annotations
 import pytest
 from pipeline_ranks import breadth_first
 
+from shoal.pipeline.faults import faults
 from shoal.pipeline.lower import lower
-from shoal.pipeline.program import DROP, RECEIVE, SEND, Op, Program
+from shoal.pipeline.program import DROP, RECEIVE, SEND, Act, Op, Program
+from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.schedules.forward_only import forward_only
 from shoal.pipeline.schedules.gpipe import gpipe
 from shoal.pipeline.schedules.one_f_one_b import one_f_one_b
+from shoal.pipeline.schedules.zb_h1 import zb_h1
+from shoal.pipeline.schedules.zb_v import zb_v
 
 PASSES = (Op.FORWARD, Op.BACKWARD)
 
@@ -72,6 +76,54 @@ def test_a_result_proves_that_what_its_own_pass_took_in_was_received() -> None:
         first == "F0.0 SA0.0>1 RA2.0<1 F0.1 SA0.1>1 RA2.1<1 DA0.0>1 F2.0 SA2.0>1 DA0.1>1 F2.1 SA2.1>1 DA2.0>1 DA2.1>1"
     )
     assert second == "RA1.0<0 RA1.1<0 F1.0 SA1.0>0 RA3.0<0 F1.1 SA1.1>0 RA3.1<0 DA1.0>0 F3.0 DA1.1>0 F3.1"
+
+
+def test_a_gradient_leaves_before_the_weights_get_theirs() -> None:
+    """Worked out by hand. The stage is reduced after its last weight-gradient pass."""
+    first, second = map(str, lower(zb_h1(2, 2)))
+    assert first == "F0.0 SA0.0>1 RG0.0<1 F0.1 SA0.1>1 DA0.0>1 I0.0 RG0.1<1 W0.0 DA0.1>1 I0.1 W0.1 R0 N U"
+    assert second == "RA1.0<0 F1.0 RA1.1<0 I1.0 SG1.0>0 F1.1 I1.1 SG1.1>0 W1.0 W1.1 R1 DG1.0>0 DG1.1>0 N U"
+
+
+def test_at_the_turn_of_a_v_nothing_moves_and_elsewhere_both_ways() -> None:
+    programs = lower(zb_v(3, 6))
+    sends = [[act for act in one.actions if act.op in SEND.values()] for one in programs]
+    ways = [sorted({(act.op.value, act.stage, act.peer) for act in one}) for one in sends]
+    assert ways == [
+        [("SA", 0, 1), ("SG", 5, 1)],
+        [("SA", 1, 2), ("SA", 4, 0), ("SG", 1, 0), ("SG", 4, 2)],
+        [("SA", 3, 1), ("SG", 2, 1)],
+    ]
+    reduced = [[act.stage for act in one.actions if act.op is Op.REDUCE] for one in programs]
+    assert reduced == [[5, 0], [4, 1], [3, 2]]
+
+
+def test_what_is_sent_first_has_room_first_whatever_is_taken_first() -> None:
+    """Rank 0 sends for stage 3 before it sends for stage 1 again; rank 1 takes them the other way round."""
+    orders = ("F0.0 F2.0 F0.1 F2.1", "F1.0 F1.1 F3.0 F3.1")
+    acts = [[Act(Op.FORWARD, *map(int, word[1:].split("."))) for word in order.split()] for order in orders]
+    programs = lower([Program((rank, rank + 2), 2, tuple(order)) for rank, order in enumerate(acts)])
+    assert faults(programs, train=False) == []
+    assert str(programs[1]).startswith("RA1.0<0 RA3.0<0 RA1.1<0 F1.0 SA1.0>0 ")
+
+
+def rooms(program: Program) -> int:
+    """The most messages at one moment that there is room for and no pass has taken in."""
+    most, open_ = 0, set[tuple[Op, int, int]]()
+    for op, stage, number, _ in program.actions:
+        if op in RECEIVE.values():
+            open_.add((op, stage, number))
+        elif op in RECEIVE:
+            open_.discard((RECEIVE[op], stage, number))
+        most = max(most, len(open_))
+    assert not open_
+    return most
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "list"])
+@pytest.mark.parametrize("micro_batches", [8, 16])
+def test_there_is_room_for_what_the_next_two_passes_need_and_no_more(name: str, micro_batches: int) -> None:
+    assert max(map(rooms, lower(SCHEDULES[name](4, micro_batches, 2)))) == 2
 
 
 def test_what_stays_on_a_rank_is_neither_sent_nor_received() -> None:

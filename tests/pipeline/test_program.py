@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from shoal.pipeline.program import Act, Op, Program, giver, placement, taker
+from shoal.pipeline.program import Act, Op, Program, giver, named, placement, taker
 
 
 def test_actions_are_written_short_and_in_words() -> None:
@@ -27,6 +27,23 @@ def test_a_program_knows_the_last_backward_pass_of_each_stage() -> None:
     program = Program((0, 3), 2, tuple(order))
     assert (program.final_backward(3), program.final_backward(0)) == (0, 1)
     assert str(program) == "B3.1 B0.0 B3.0 B0.1"
+
+
+def test_gradients_are_complete_after_the_last_backward_or_weight_gradient_pass() -> None:
+    order = [Act(Op.INPUT_GRADIENT, 0, 0), Act(Op.BACKWARD, 1, 1), Act(Op.WEIGHT_GRADIENT, 0, 1)]
+    order += [Act(Op.WEIGHT_GRADIENT, 0, 0), Act(Op.INPUT_GRADIENT, 1, 0)]
+    program = Program((0, 1), 2, tuple(order))
+    assert program.completing == {0: Act(Op.WEIGHT_GRADIENT, 0, 0), 1: Act(Op.BACKWARD, 1, 1)}
+    assert (program.final_backward(0), program.final_backward(1)) == (0, 1)
+
+
+def test_an_input_gradient_pass_takes_in_and_gives_what_a_whole_backward_pass_does() -> None:
+    half, whole = Act(Op.INPUT_GRADIENT, 1, 5), Act(Op.BACKWARD, 1, 5)
+    assert named(half) == named(whole) == whole
+    assert (giver(half, 3), taker(half, 3)) == (giver(whole, 3), taker(whole, 3))
+    assert giver(half, 3) == Act(Op.BACKWARD, 2, 5)
+    weights = Act(Op.WEIGHT_GRADIENT, 1, 5)
+    assert (named(weights), giver(weights, 3), taker(weights, 3)) == (weights, None, None)
 
 
 def test_placement_is_the_rank_of_each_stage() -> None:

@@ -14,6 +14,7 @@ from shoal.pipeline.lower import lower
 from shoal.pipeline.program import Act, Op, Program, Programs
 from shoal.pipeline.schedules.gpipe import gpipe
 from shoal.pipeline.schedules.one_f_one_b import one_f_one_b
+from shoal.pipeline.schedules.zb_h1 import zb_h1
 
 GOOD = lower(one_f_one_b(3, 2))
 
@@ -66,6 +67,36 @@ def test_a_message_to_the_wrong_rank_is_found() -> None:
 )
 def test_an_action_that_comes_too_early_is_found(rank: int, act: str, before: str, first: str) -> None:
     assert f"rank {rank}: {first} must come before {act}" in faults(moved(GOOD, rank, act, before))
+
+
+HALVES = lower(zb_h1(2, 2))
+"""Rank 1: RA1.0<0 F1.0 RA1.1<0 I1.0 SG1.0>0 F1.1 I1.1 SG1.1>0 W1.0 W1.1 R1 DG1.0>0 DG1.1>0 N U."""
+
+
+@pytest.mark.parametrize(
+    ("rank", "act", "before", "first"),
+    [
+        (1, "W1.1", "I1.1", "I1.1"),
+        (1, "R1", "W1.1", "W1.1"),
+        (1, "SG1.0>0", "I1.0", "I1.0"),
+        (0, "I0.1", "RG0.1<1", "RG0.1<1"),
+    ],
+)
+def test_a_backward_pass_in_two_has_an_order_too(rank: int, act: str, before: str, first: str) -> None:
+    assert faults(HALVES) == []
+    assert f"rank {rank}: {first} must come before {act}" in faults(moved(HALVES, rank, act, before))
+
+
+def test_a_backward_pass_is_whole_or_in_two() -> None:
+    actions = HALVES[1].actions
+    both = changed(HALVES, 1, (*actions, Act(Op.BACKWARD, 1, 0)))
+    assert "rank 1: an action occurs twice" in faults(both)
+    for op, fault in ((Op.WEIGHT_GRADIENT, "W1.0 is missing"), (Op.INPUT_GRADIENT, "W1.0 does not belong here")):
+        without = changed(HALVES, 1, [act for act in actions if act[:3] != (op, 1, 0)])
+        assert f"rank 1: {fault}" in faults(without)
+    whole = [act._replace(op=Op.BACKWARD) if act.op is Op.INPUT_GRADIENT else act for act in actions]
+    mixed = changed(HALVES, 1, [act for act in whole if act.op is not Op.WEIGHT_GRADIENT])
+    assert [fault for fault in faults(mixed) if "R1" not in fault] == []
 
 
 def test_stages_of_one_rank_come_in_order_too() -> None:

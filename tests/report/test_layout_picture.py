@@ -4,86 +4,26 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
-from functools import cache
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from layout_pictures import LAYOUTS, owned, picture, rects, texts, words
 
-from shoal import config
 from shoal.errors import ConfigError
 from shoal.layout import Layout
 from shoal.placement import Box
 from shoal.report.colours import Colours
-from shoal.report.example import MODEL, example
 from shoal.report.layout_picture import layout_picture, picture_path, write_picture
-from shoal.report.ownership import Ownership, Share, ownership, shown
+from shoal.report.ownership import Share
 from shoal.report.panels import Panel
-from shoal.report.svg import INK, PAPER, Canvas, oklch, text_width
+from shoal.report.svg import PAPER, Canvas
 from shoal.report.wording import ranks_text
-from shoal.train.setup import make_model
 
-LAYOUTS = [
-    "dp=1", "dp=2", "dp=4,zero=3", "tp=4:1d-sp", "tp=8,dp=2", "pp=3:1f1b{layers=4/2/2},mb=3",
-    "dp=2,tp=2:1d-sp,pp=2:1f1b,zero=3,mb=4", "dp=2,zero=1", "dp=4,zero=2/2", "dp=16,tp=4,zero=1", "dp=64,zero=3",
-    "dp=8,tp=8,zero=3", "tp=8:1d-sp,pp=8,mb=8", "dp=32,pp=2,zero=2,mb=2", "dp=80,tp=8,zero=3", "dp=64,tp=4,pp=2,mb=2",
-]  # fmt: skip
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-@cache
-def owned(line: str, tied: bool = False) -> Ownership:
-    layout = Layout.parse(line)
-    run = example(layout).model_copy(update={"model": config.Model(**MODEL, tied=tied)})
-    return ownership(make_model(run, layout), layout, shown(layout))
-
-
-@cache
-def picture(line: str) -> ET.Element:
-    return ET.fromstring(layout_picture(owned(line)))
-
-
-class Words(NamedTuple):
-    """A text and the rectangle that it takes."""
-
-    text: str
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-    def meets(self, other: Words) -> bool:
-        return (
-            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
-        )
-
-
-def words(drawn: ET.Element) -> list[Words]:
-    found = []
-    for one in drawn.iter(f"{SVG}text"):
-        x, y, size = (float(one.attrib[key]) for key in ("x", "y", "font-size"))
-        width = text_width(one.text or "", size, bold="font-weight" in one.attrib)
-        left = x - {"start": 0.0, "middle": 0.5, "end": 1.0}[one.get("text-anchor", "start")] * width
-        ascent, descent = 0.75 * size, 0.2 * size
-        if "transform" in one.attrib:
-            along = left - x
-            found.append(Words(one.text or "", x - ascent, y - along - width, x + descent, y - along))
-        else:
-            found.append(Words(one.text or "", left, y - ascent, left + width, y + descent))
-    return found
-
-
-def texts(drawn: ET.Element) -> list[str]:
-    return [one.text for one in words(drawn)]
-
-
-def rects(drawn: ET.Element, fill: str) -> list[tuple[float, float, float, float]]:
-    return [
-        tuple(float(one.attrib[key]) for key in ("x", "y", "width", "height"))  # type: ignore[misc]
-        for one in drawn.iter(f"{SVG}rect")
-        if one.get("fill") == fill and "x" in one.attrib
-    ]
+DOCUMENTED = {
+    "layout": "dp=2,tp=2:1d-sp,pp=2:1f1b,zero=3,mb=4", "layout-2d": "tp=4:2d", "layout-2.5d": "tp=8:2.5d",
+    "layout-3d": "tp=8:3d", "layout-1x2x2": "tp=4:1x2x2",
+}  # fmt: skip
 
 
 # ---- the whole
@@ -160,6 +100,56 @@ def test_of_more_than_64_ranks_one_replica_is_drawn() -> None:
     assert not any("first of" in text or "Hatched" in text for text in texts(picture("dp=8,tp=8,zero=3")))
 
 
+# ---- the map of ranks
+
+
+def seats(line: str) -> dict[int, tuple[float, float]]:
+    """Where each rank is in the map: the middle of its number, the first one in the picture."""
+    found: dict[int, tuple[float, float]] = {}
+    ranks = {str(rank) for rank in range(Layout.parse(line).ranks)}
+    for one in words(picture(line)):
+        if one.text in ranks and one.bottom - one.top == pytest.approx(9.5):
+            found.setdefault(int(one.text), ((one.left + one.right) / 2, one.bottom))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("line", "right", "down", "apart"),
+    [
+        ("tp=4:2d", 1, 2, 4), ("dp=4,tp=16:2d,zero=3", 1, 4, 16), ("tp=8:2.5d", 1, 2, 4), ("tp=8:3d", 1, 2, 4),
+        ("dp=2,tp=8:2.5d,zero=1", 1, 2, 4), ("tp=8:4x1x2", 1, 2, 8), ("dp=2,tp=4:2d,pp=2,zero=3,mb=2", 1, 2, 4),
+        ("tp=8,dp=2", 8, 1, 16),
+    ],
+)  # fmt: skip
+def test_ranks_lie_as_on_their_grid(line: str, right: int, down: int, apart: int) -> None:
+    """A rank's neighbours in its little field, and that fields are further from each other than cells are."""
+    at, layout = seats(line), Layout.parse(line)
+    assert sorted(at) == list(range(layout.ranks))
+    (x, y), cell = at[0], at[right][0] - at[0][0]
+    assert at[right] == (x + cell, y)
+    assert cell > 0
+    assert at[down] == (x, at[down][1])
+    assert at[down][1] > y
+    if apart < layout.ranks:
+        assert at[apart][0] > at[apart - 1][0] + cell
+        assert at[apart][1] == y
+
+
+@pytest.mark.parametrize(
+    ("line", "axes"),
+    [
+        ("tp=4:2d", {"row 0", "col 0"}), ("tp=8:2.5d", {"depth 0", "depth 1", "row 0", "col 0"}),
+        ("tp=8:3d", {"a 0", "a 1", "b 0", "c 0"}), ("tp=8:4x1x2", {"a 0", "c 0"}), ("tp=8:1x8x1", {"b 0"}),
+        ("dp=2,tp=8:2.5d,zero=1", {*(f"dp {dp}, depth {at}" for dp in (0, 1) for at in (0, 1)), "row 0", "col 0"}),
+        ("tp=8,dp=2", {"tp 0", "dp 0"}),
+    ],
+)  # fmt: skip
+def test_axes_are_named_where_they_have_more_than_one_place(line: str, axes: set[str]) -> None:
+    assert {
+        text for text in texts(picture(line)) if re.fullmatch(r"(, |(dp|tp|depth|row|col|a|b|c) \d)+", text)
+    } == axes
+
+
 # ---- a panel
 
 
@@ -186,12 +176,29 @@ def drawn_boxes(shape: tuple[int, ...], shares: list[Share], line: str) -> dict[
 
 
 @pytest.mark.parametrize(
-    "line", ["tp=4:1d-sp", "dp=4,zero=3", "dp=2,tp=2:1d-sp,pp=2:1f1b,zero=3,mb=4", "dp=8,tp=8,zero=3"]
-)
+    "line",
+    ["tp=4:1d-sp", "dp=4,zero=3", "dp=2,tp=2:1d-sp,pp=2:1f1b,zero=3,mb=4", "dp=8,tp=8,zero=3", "tp=16:2d",
+     "tp=8:2.5d", "dp=2,tp=8:3d,zero=2", "dp=2,tp=4:2d,pp=2,zero=3,mb=2"],
+)  # fmt: skip
 def test_a_panel_shows_the_boxes_that_are_held(line: str) -> None:
     for one in owned(line).held:
         expected = {share.ranks: [tuple(box) for box in share.boxes] for share in one.shares}
         assert drawn_boxes(one.shape, list(one.shares), line) == expected
+
+
+def test_blocks_that_are_cut_both_ways_have_their_ranks_inside() -> None:
+    """Nobody could tell whose the labels at the end of a row are."""
+    everything = owned("dp=2,tp=8:2.5d,zero=1")
+    colours = Colours(everything)
+    for one in everything.held:
+        canvas = Canvas()
+        Panel("it", one.shape, one.shares, colours, 64).draw(canvas, 0, 0)
+        drawn = ET.fromstring(canvas.document(900, 900, "a panel"))
+        ((left, top, width, height),) = rects(drawn, "url(#hatch)")
+        for share in one.shares:
+            (label,) = [label for label in words(drawn) if label.text == ranks_text(share.ranks)]
+            assert left <= label.left < label.right <= left + width, one.weight
+            assert top <= label.top < label.bottom <= top + height, one.weight
 
 
 def test_what_is_not_there_stays_hatched() -> None:
@@ -206,44 +213,6 @@ def test_of_labels_that_find_no_room_every_other_one_is_left_out() -> None:
     found = [one for one in words(ET.fromstring(canvas.document(900, 900, "a panel"))) if one.text.isdigit()]
     assert [int(one.text) for one in found] == list(range(0, rows, 8))
     assert not any(one.meets(other) for one, other in combinations(found, 2))
-
-
-# ---- colours and letters
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance (WCAG 2.1)."""
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize("line", LAYOUTS)
-def test_ink_is_legible_on_every_colour(line: str) -> None:
-    everything = owned(line)
-    colours = Colours(everything)
-    for ranks in {share.ranks for one in everything.held for share in (*one.shares, *one.states)}:
-        contrast = (luminance(colours.of(ranks)) + 0.05) / (luminance(INK) + 0.05)
-        assert contrast > 5, (ranks, colours.of(ranks))
-
-
-@pytest.mark.parametrize("line", [line for line in LAYOUTS if Layout.parse(line).ranks <= 64])
-def test_what_different_ranks_hold_of_a_tensor_differs_in_colour(line: str) -> None:
-    colours = Colours(owned(line))
-    for one in owned(line).held:
-        for shares in (one.shares, one.states):
-            assert len({colours.of(share.ranks) for share in shares}) == len(shares), one.weight
-
-
-@pytest.mark.parametrize(
-    ("colour", "expected"),
-    [((1.0, 0.0, 0.0), "#ffffff"), ((0.0, 0.0, 0.0), "#000000"), ((0.62796, 0.25768, 29.234), "#ff0000"),
-     ((0.86644, 0.29483, 142.495), "#00ff00"), ((0.45201, 0.31321, 264.052), "#0000ff")],
-)  # fmt: skip
-def test_oklch_is_what_it_is_defined_to_be(colour: tuple[float, float, float], expected: str) -> None:
-    """The values of CSS Color 4."""
-    found = [int(oklch(*colour)[at : at + 2], 16) for at in (1, 3, 5)]
-    assert found == pytest.approx([int(expected[at : at + 2], 16) for at in (1, 3, 5)], abs=1)
 
 
 # ---- where it goes
@@ -272,6 +241,7 @@ def test_a_file_that_cannot_be_a_picture_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "a.svg").read_text(encoding="utf-8") == layout_picture(owned("dp=1"))
 
 
-def test_the_picture_of_the_documentation_is_what_the_command_draws() -> None:
-    kept = Path(__file__).parents[2] / "docs" / "pictures" / "layout.svg"
-    assert kept.read_text(encoding="utf-8") == layout_picture(owned("dp=2,tp=2:1d-sp,pp=2:1f1b,zero=3,mb=4"))
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_the_pictures_of_the_documentation_are_what_the_command_draws(name: str) -> None:
+    kept = Path(__file__).parents[2] / "docs" / "pictures" / f"{name}.svg"
+    assert kept.read_text(encoding="utf-8") == layout_picture(owned(DOCUMENTED[name]))

@@ -99,6 +99,51 @@ def test_states_that_lie_apart_from_weights_are_told_apart() -> None:
     assert found[-2:] == ["each of blocks 5–7 0: everything", "head 0: everything"]
 
 
+def test_a_grid_is_told_as_a_grid() -> None:
+    found = lines("tp=4:2d")
+    assert [row.split() for row in after(found, "which rank sits where")] == [
+        ["row", "col", "0", "→", "1"], ["0", "0", "1"], ["1", "2", "3"],
+    ]  # fmt: skip
+    rows = [" ".join(row.split()) for row in after(found, "who holds what")]
+    at = rows.index("ffn.gate 160 × 64 columns 0–31 32–63")
+    assert rows[at + 1 : at + 3] == ["rows 0–79 0 2", "80–159 1 3"]
+    assert "attn_norm 64 0, 2: elements 0–31 · 1, 3: elements 32–63" in rows
+
+
+@pytest.mark.parametrize(
+    ("line", "seats"),
+    [
+        (
+            "tp=8:2.5d",
+            [["row", "depth 0: col 0 → 1", "depth 1: col 0 → 1"], ["0", "0  1", "4  5"], ["1", "2  3", "6  7"]],
+        ),
+        ("tp=8:3d", [["b", "a 0: c 0 → 1", "a 1: c 0 → 1"], ["0", "0  1", "4  5"], ["1", "2  3", "6  7"]]),
+        ("tp=8:4x1x2", [["a", "c 0 → 1"], ["0", "0  1"], ["1", "2  3"], ["2", "4  5"], ["3", "6  7"]]),
+        (
+            "dp=2,pp=2,tp=4:2d,mb=2",
+            [
+                ["pp", "dp", "row", "col 0 → 1"],
+                *([pp, dp, row, f"{at:>2}  {at + 1:>2}"] for pp, dp, row, at in (
+                    ("0", "0", "0", 0), ("0", "0", "1", 2), ("0", "1", "0", 4), ("0", "1", "1", 6),
+                    ("1", "0", "0", 8), ("1", "0", "1", 10), ("1", "1", "0", 12), ("1", "1", "1", 14),
+                )),
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_are_told_as_their_grid_lies(line: str, seats: list[list[str]]) -> None:
+    found = after(lines(line), "which rank sits where")
+    assert [row.split() for row in found] == [" ".join(row).split() for row in seats]
+    (*_, last), (*_, head) = seats[1], seats[0]
+    assert found[1].index(last.strip()) >= found[0].index(head) - 1, "fields are below their names"
+
+
+def test_who_updates_everything_between_them_is_told_in_one_line() -> None:
+    rows = [" ".join(row.split()) for row in after(lines("dp=2,tp=8:2.5d,zero=1"), "who holds what")]
+    assert "embed 12–15: everything" in rows
+    assert "head 0–3: everything" in rows
+
+
 def test_of_many_holders_and_many_kinds_of_layers_the_first_and_the_last_are_listed() -> None:
     found = [" ".join(row.split()) for row in lines("dp=32,zero=3")]
     assert "table 512 × 64 0: rows 0–15 · 1: rows 16–31 · … 29 more · 31: rows 496–511" in found

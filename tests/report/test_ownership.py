@@ -29,6 +29,8 @@ LAYOUTS = [
     "dp=2", "dp=4,zero=1", "dp=3,zero=2", "dp=4,zero=3", "dp=4,zero=2/2", "dp=4,zero=3/2", "tp=4", "tp=4:1d-sp",
     "dp=2,tp=2:1d-sp,zero=1", "dp=2,tp=2,zero=3", "pp=3,mb=3", "pp=2,tp=2,mb=2", "pp=2:gpipe,dp=2,zero=2,mb=2",
     "pp=2,dp=2,zero=3,mb=2", "pp=2{layers=1/2},tp=2:1d-sp",
+    "tp=4:2d", "tp=4:1x2x2", "tp=4:2x2x1,zero=1", "tp=4:2x1x2,zero=3", "dp=2,tp=2:2x1x1,zero=2", "tp=2:2.5d/2,zero=1",
+    "dp=2,tp=2:2.5d/2,zero=3/2", "pp=2,tp=2:1x2x1,mb=2",
 ]  # fmt: skip
 LARGE = [
     "dp=64,zero=3",
@@ -36,6 +38,10 @@ LARGE = [
     "dp=4,tp=4,pp=4,zero=3,mb=4",
     "tp=8,pp=8,mb=8",
     "dp=32,pp=2,zero=2/8",
+    "tp=16:2d",
+    "dp=2,tp=8:2.5d,zero=3",
+    "dp=2,tp=8:3d,zero=2",
+    "pp=2,tp=16:2.5d/4,zero=1/2,mb=2",
 ]
 
 
@@ -151,13 +157,36 @@ def test_layers_that_are_held_alike_are_one_section() -> None:
     ]  # fmt: skip
 
 
-def test_a_section_knows_who_has_all_of_it() -> None:
-    embed, blocks, head = owned("dp=2").sections(0, "weight")
-    assert embed.alone("weight") == blocks.alone("weight") == head.alone("state") == (0, 1)
-    assert [section.alone("weight") for section in owned("dp=4,zero=3").sections(0, "weight")] == [None] * 3
+def test_a_section_knows_who_updates_all_of_it() -> None:
+    assert [section.updaters for section in owned("dp=2").sections(0, "weight")] == [(0, 1)] * 3
+    embed, first, *_, head = large("dp=2,tp=8:2.5d,zero=1").sections(0, "state")
+    assert (embed.updaters, first.updaters, head.updaters) == ((12, 13, 14, 15), (12, 13, 14, 15), (0, 1, 2, 3))
+    embed, *_, head = large("dp=2,tp=8:3d,zero=2").sections(0, "state")
+    assert embed.updaters == tuple(range(8, 16))
+    assert head.updaters is None, "vectors are divided over a, so that its norm is elsewhere"
     layout = Layout.parse("dp=80,zero=3")
     part = ownership(make_model(run_of(layout), layout), layout, shown(layout))
-    assert [section.alone("state") for section in part.sections(0, "state")] == [None] * 3
+    assert [section.updaters for section in part.sections(0, "state")] == [None] * 3
+
+
+def test_who_holds_which_block_of_a_grid() -> None:
+    def holders(line: str, weight: str) -> list[tuple[tuple[int, ...], Box]]:
+        (found,) = [one for one in large(line).held if one.weight == weight]
+        return [(share.ranks, share.boxes[0]) for share in found.shares]
+
+    left, right, first, second = (0, 32), (32, 64), (0, 80), (80, 160)
+    assert holders("tp=4:2d", "blocks.0.ffn.gate.weight") == [
+        ((0,), (first, left)), ((2,), (first, right)), ((1,), (second, left)), ((3,), (second, right)),
+    ]  # fmt: skip
+    assert holders("tp=8:2.5d", "blocks.0.ffn.down.weight") == [
+        ((0, 4), (left, first)), ((2, 6), (left, second)), ((1, 5), (right, first)), ((3, 7), (right, second)),
+    ]  # fmt: skip
+    assert holders("tp=8:3d", "blocks.0.attn.out.weight") == [
+        ((rank,), (rows, (at, at + 16)))
+        for rows, ranks in ((left, (0, 4, 1, 5)), (right, (2, 6, 3, 7)))
+        for rank, at in zip(ranks, range(0, 64, 16), strict=True)
+    ]
+    assert holders("tp=8:3d", "blocks.0.ffn_norm.weight") == [((0, 1, 4, 5), (left,)), ((2, 3, 6, 7), (right,))]
 
 
 def test_of_many_ranks_the_first_replica_is_shown_and_holds_what_it_holds_among_all() -> None:

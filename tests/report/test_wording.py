@@ -8,6 +8,7 @@ import pytest
 
 from shoal import config
 from shoal.comm.world import World
+from shoal.config import Config
 from shoal.layout import Layout
 from shoal.report.example import example
 from shoal.report.ownership import Section, Share
@@ -18,11 +19,17 @@ from shoal.train.setup import make_engine, open_data
 SIZES = {"layers": 3, "hidden": 16, "heads": 4, "ffn": 16, "vocab": 32}
 
 
+def run_of(layout: Layout, layers: int) -> Config:
+    """With samples and positions that every layout here divides."""
+    given = example(layout)
+    data = given.data.model_copy(update={"batch": 4 * given.data.batch})
+    return given.model_copy(update={"model": config.Model(**{**SIZES, "layers": layers}), "data": data})
+
+
 def words_of_a_step(world: World, line: str, layers: int) -> tuple[float, float, float]:
     """Words received: for gradients and parameters, for tensor parallelism; and the parameters of a rank."""
     layout = Layout.parse(line)
-    given = example(layout)
-    run = given.model_copy(update={"model": config.Model(**{**SIZES, "layers": layers})})
+    run = run_of(layout, layers)
     engine = make_engine(run, layout, world)
     size = sum(
         one.placement.pieces[0].numel * len(one.placement.pieces)
@@ -62,15 +69,51 @@ def test_a_block_receives_the_words_that_are_told(pool: Pool, line: str) -> None
     longer, shorter = (
         [words for _, words, _ in pool.run(words_of_a_step, line, layers, ranks=layout.tp)] for layers in (3, 2)
     )
-    activations = example(layout).data.batch * example(layout).data.seq_len * SIZES["hidden"]
+    activations = tokens(layout) * SIZES["hidden"]
     for more, fewer in zip(longer, shorter, strict=True):
         assert more - fewer == pytest.approx(told(line, "tp") * activations, rel=1e-3)
+
+
+def tokens(layout: Layout) -> int:
+    data = run_of(layout, 1).data
+    return data.batch * data.seq_len
+
+
+def words_of_a_linear(line: str, tokens: int, inputs: int, outputs: int) -> float:
+    """What a grid is said to cost."""
+    (cost,) = [cost for name, _, cost in meaning(Layout.parse(line)) if name.startswith("tp=")]
+    told = re.findall(r"([\d.]+)·(MK|KN|MN)", cost.rpartition(" = ")[2])
+    sizes = {"MK": tokens * inputs, "KN": inputs * outputs, "MN": tokens * outputs}
+    assert told
+    return sum(float(times) * sizes[what] for times, what in told)
+
+
+@pytest.mark.parametrize(
+    ("line", "second"),
+    [
+        ("tp=4:2d", "tp=4:2d"), ("tp=4:2d{form=loop}", "tp=4:2d"), ("tp=4:1x2x2", "tp=4:1x2x2"),
+        ("tp=4:2x1x2", "tp=4:2x2x1"), ("tp=4:1x1x4", "tp=4:1x4x1"), ("tp=4:2x2x1", "tp=4:2x1x2"),
+        ("tp=4:4x1x1", "tp=4:4x1x1"),
+    ],
+)  # fmt: skip
+def test_linears_of_a_grid_receive_the_words_that_are_told(pool: Pool, line: str, second: str) -> None:
+    """``second``: what the second linears of a block are told to be."""
+    layout, h, f = Layout.parse(line), SIZES["hidden"], SIZES["ffn"]
+    longer, shorter = (
+        [words for _, words, _ in pool.run(words_of_a_step, line, layers, ranks=layout.tp)] for layers in (3, 2)
+    )
+    m = tokens(layout)
+    first = words_of_a_linear(line, m, h, 3 * h) + words_of_a_linear(line, m, h, 2 * f)
+    block = first + words_of_a_linear(second, m, h, h) + words_of_a_linear(second, m, f, h)
+    assert sum(longer) - sum(shorter) == pytest.approx(block * layout.tp, rel=1e-9)
 
 
 def test_each_part_of_a_layout_is_told_with_its_size() -> None:
     keys = [key for key, _, _ in meaning(Layout.parse("dp=2,tp=2:1d-sp,pp=2:gpipe,zero=3,mb=4,recompute=full"))]
     assert keys == ["pp=2", "dp=2", "tp=2:1d-sp", "zero=3", "mb=4", "recompute=full"]
     assert [key for key, _, _ in meaning(Layout())] == ["dp=1"]
+    for line in ("tp=4:2d{form=loop}", "tp=16:2.5d/4", "tp=8:3d", "tp=8:4x1x2", "tp=2:1d"):
+        assert [key for key, _, _ in meaning(Layout.parse(line))] == [line]
     assert [key for key, _, _ in meaning(Layout(mb=2))] == ["mb=2"]
 
 
@@ -80,6 +123,27 @@ def test_each_part_of_a_layout_is_told_with_its_size() -> None:
         ("pp=2,mb=4", "1f1b: stage s keeps the activations of at most 2 − s micro-batches; .* = 20% of a step"),
         ("pp=3:gpipe,mb=3", "gpipe: a stage keeps the activations of all 3 micro-batches; .* = 40% of a step"),
         ("dp=4,zero=1/2", "optimizer states are divided by 2, in groups of 2 replicas"),
+        ("tp=4:2d", r"cut 2×2: rows \(outputs\) over col, columns \(inputs\) over row; row divides samples"),
+        ("tp=4:2d", r"gathered over col, weights over row; .* 3\(q−1\)\(MK\+KN\)/q² = 0.75·MK \+ 0.75·KN$"),
+        ("tp=9:2d{form=loop}", r"sent block after block over col, .* = 0.667·MK \+ 0.667·KN$"),
+        ("tp=8:2.5d", r"cut 2×2, the same at each of 2 depths: .*; depth·row divides samples, col heads and features"),
+        ("tp=8:2.5d", r"3\(q−1\)\(MK/d\+KN\)/q² = 0.375·MK \+ 0.75·KN; gradients are summed over depth once .* = 1$"),
+        ("dp=2,tp=8:2.5d", r"gradients are summed over dp·depth once a step; .* = 1.5\n"),
+        ("dp=2,tp=8:2.5d,zero=1", "optimizer states are divided by 4 over dp·depth\n"),
+        ("dp=2,tp=8:2.5d,zero=3/2", "divided by 2 over dp·depth, in groups of 2 ranks\n"),
+        ("tp=8:2.5d,zero=2", "optimizer states and gradients are divided by 2 over depth\n"),
+        (
+            "tp=8:3d",
+            r"in 8: .* over c, columns \(inputs\) over b·a; .* rows over b, columns over c·a; of the stream samples",
+        ),
+        ("tp=8:3d", r"/P = 0.375·MK \+ 0.375·KN \+ 0.25·MN$"),
+        ("tp=6:1x2x3", r"/P = 1·MK \+ 0.333·MN, in second linears with b and c exchanged$"),
+        ("tp=4:4x1x1", r"rows \(outputs\) uncut, columns \(inputs\) over a; .* of the stream samples over a\n"),
+        ("dp=2,tp=8:3d,zero=1", "optimizer states are divided by 2, those of vectors by 4, over a too\n"),
+        (
+            "tp=8:3d,zero=1",
+            "of vectors, optimizer states are divided by 2 over a; every part of a matrix is on one rank\n",
+        ),
         ("tp=4:1d-sp", "cut in 4: .*1/4 of the positions"),
         ("pp=2,recompute=full{stages=0}", "of each layer in stage 0 only the input is kept"),
         ("recompute=selective", "attention's inner activations are not kept"),
@@ -100,7 +164,7 @@ def test_what_lies_alike() -> None:
     ("ranks", "text"),
     [
         ((3,), "3"), ((0, 1, 2), "0–2"), ((0, 4), "0, 4"), ((0, 1, 4, 5), "0–1, 4–5"),
-        (tuple(range(0, 64, 4)), "0, 4 … 60"),
+        (tuple(range(0, 64, 4)), "0, 4 … 60"), ((0, 2, 4, 6), "0, 2, 4, 6"), ((0, 2, 4, 6, 8), "0, 2 … 8"),
     ],
 )  # fmt: skip
 def test_ranks_in_few_words(ranks: tuple[int, ...], text: str) -> None:

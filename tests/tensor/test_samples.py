@@ -137,7 +137,7 @@ def alone(samples: int) -> tuple[float, dict[str, Array]]:
     ],
 )
 def test_ranks_without_a_sample_make_no_nan_and_change_nothing(eight: Pool, line: str, samples: int) -> None:
-    """Not even where a sample's mask says where its documents end: attention of a sample that pads sees everything."""
+    """Under masks of documents and of a window, with dropout, z-loss and tied embeddings."""
     on = interpreter(line)
     losses, bad, contributions = zip(*eight.run(on_a_rank, line, samples, ranks=prod(on.sizes.values())), strict=True)
     assert not any(bad), bad
