@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shoal.comm.differentiable import Arriving
-from shoal.model.linear import later, weight_gradient, whole_gradient
-from shoal.tensor.ports import Port, Ports, Still
+from shoal.model.linear import later, weight_gradient
+from shoal.tensor.blocks import block_linear
+from shoal.tensor.ports import Ports, Still
 
 
 class DividedLinear(nn.Module):
@@ -37,19 +37,21 @@ class DividedLinear(nn.Module):
         return y.split(self.parts, dim=-1) if self.parts else y
 
     def block(self, x: Tensor) -> Tensor:
+        if not isinstance(self.ports.weight, Still):
+            return block_linear(x, self.weight, self.bias, self.ports)
         y: Tensor = _Linear.apply(x, self.weight, self.bias, self.ports)  # type: ignore[no-untyped-call]
         return y
 
 
 class _Linear(Function):
+    """Of a weight that is here."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ports: Ports) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.ports, x_length = weight, ports, ports.x.full(x)
-        entering_x = ports.x.start_enter(x, x_length)
-        whole_weight = _start_enter(weight, ports.weight).wait()
         alone = isinstance(ports.y, Still)
-        term = F.linear(entering_x.wait(), whole_weight, bias if alone else None)
+        term = F.linear(ports.x.start_enter(x, x_length).wait(), weight, bias if alone else None)
         ctx.lengths = x_length, term.shape[ports.y.dim]
         y = ports.y.start_leave(term).wait()
         return y if bias is None or alone else y.add_(bias)
@@ -61,28 +63,16 @@ class _Linear(Function):
         weight, ports = ctx.weight, ctx.ports
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         entering_y = ports.y.start_enter(grad, ctx.lengths[1])
-        entering_weight = _start_enter(weight, ports.weight) if needs_x else None
         grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
         needs_weight = needs_weight and not later(weight, partial(_later, weight, x, grad, ports, ctx.lengths))
         entering_x = ports.x.start_enter(x, ctx.lengths[0]) if needs_weight else None
         grad = entering_y.wait()
-        leaving_x = ports.x.start_leave(grad @ entering_weight.wait()) if entering_weight else None
-        grad_weight = _weight_gradient(weight, entering_x, grad, ports) if entering_x else None
+        leaving_x = ports.x.start_leave(grad @ weight) if needs_x else None
+        grad_weight = weight_gradient(weight, grad, entering_x.wait()) if entering_x else None
         return leaving_x.wait() if leaving_x else None, grad_weight, grad_bias, None
 
 
-def _weight_gradient(weight: Tensor, entering_x: Arriving, grad: Tensor, ports: Ports) -> Tensor | None:
-    if isinstance(ports.weight, Still):
-        return weight_gradient(weight, grad, entering_x.wait())
-    term = grad.flatten(0, -2).t() @ entering_x.wait().flatten(0, -2)
-    return whole_gradient(weight, ports.weight.start_leave(term).wait())
-
-
 def _later(weight: Tensor, x: Tensor, grad: Tensor, ports: Ports, lengths: tuple[int, int]) -> None:
-    """Both blocks are fetched again rather than kept whole."""
+    """What came for the gradient of X is fetched again rather than kept."""
     entering_x, entering_y = ports.x.start_enter(x, lengths[0]), ports.y.start_enter(grad, lengths[1])
-    _weight_gradient(weight, entering_x, entering_y.wait(), ports)
-
-
-def _start_enter(part: Tensor, port: Port) -> Arriving:
-    return port.start_enter(part, port.full(part))
+    weight_gradient(weight, entering_y.wait(), entering_x.wait())

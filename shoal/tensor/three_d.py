@@ -47,4 +47,4 @@ class ThreeD(OnGrid):
 
     def _weight(self, in_features: int, outer: str, mesh: Mesh) -> Port:
         own = split_evenly(in_features, self.sizes[outer])[mesh.coords[outer]]
-        return shares(mesh.over(A), 1, own)
+        return shares(mesh.over(A), -1, own)

@@ -40,7 +40,7 @@ class TwoD(OnGrid):
         super().__init__({"depth": depth, ROW: side, COL: side}, axes)
 
     def first(self, in_features: int, mesh: Mesh) -> Ports:
-        return Ports(shares(mesh.over(COL), -1, in_features), shares(mesh.over(ROW), 1, in_features), Still())
+        return Ports(shares(mesh.over(COL), -1, in_features), shares(mesh.over(ROW), -1, in_features), Still())
 
     second = first
 
