@@ -12,19 +12,36 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain
 from operator import itemgetter
 from typing import NamedTuple
 
-from shoal.pipeline.program import DROP, RECEIVE, SEND, Act, Op, Program, Programs, named, placement, taker
+from shoal.pipeline.program import (
+    DROP,
+    PASSES,
+    RECEIVE,
+    SEND,
+    STARTS,
+    Act,
+    Op,
+    Program,
+    Programs,
+    is_stream,
+    named,
+    placement,
+    taker,
+)
 
 
 def lower(passes: Sequence[Program]) -> Programs:
     """The programs of all ranks, from the passes of all ranks.
 
     A stage is reduced after the pass that completes its gradients; the step ends with the norm and the update. Where
-    there is no backward pass there are none of these.
+    there is no backward pass there are none of these. A stream (:mod:`shoal.pipeline.stream`) has its own, and nothing
+    of a step, or of the drain, comes before it begins.
     """
+    passes = [_ended(program) for program in passes]
     places = [{named(act): at for at, act in enumerate(program.actions)} for program in passes]
     around = [_Around(program) for program in passes]
     channels: dict[tuple[int, int, Op], list[_Message]] = defaultdict(list)
@@ -37,6 +54,16 @@ def lower(passes: Sequence[Program]) -> Programs:
     for (source, to), messages in ways.items():
         around[source].drop(messages, ways.get((to, source), ()))
     return tuple(one.program() for one in around)
+
+
+def _ended(passes: Program) -> Program:
+    completing = set(passes.completing.values())
+    if not completing or is_stream(passes):
+        return passes
+    actions = chain.from_iterable(
+        (act, Act(Op.REDUCE, act.stage)) if act in completing else (act,) for act in passes.actions
+    )
+    return replace(passes, actions=(*actions, Act(Op.NORM), Act(Op.UPDATE)))
 
 
 class _Message(NamedTuple):
@@ -71,13 +98,22 @@ class _Around:
         self._dropped: list[list[Act]] = [[] for _ in passes.actions]
         self._sent: list[list[Act]] = [[] for _ in passes.actions]
         self._unproven: list[tuple[int, Act]] = []
+        self._ahead: list[int] = []
+        """By place: that of the pass before, or where the part of the stream begins."""
+        before = 0
+        for at, act in enumerate(passes.actions):
+            self._ahead.append(before)
+            if act.op in PASSES:
+                before = at
+            elif act.op in STARTS:
+                before = at + 1
 
     def open(self, channel: Sequence[_Message], places: dict[Act, int]) -> None:
         """Make room for what one rank sends this one, in the order in which it is sent."""
         needed = list(accumulate((message.taken for message in reversed(channel)), min))[::-1]
         place = 0
         for message, first in zip(channel, needed, strict=True):
-            wanted = first - 1
+            wanted = self._ahead[first]
             if message.received.op is Op.RECEIVE_GRADIENT:
                 # The gradient of an output has its shape, which is not known before there is one.
                 forward = Act(Op.FORWARD, message.received.stage, message.received.micro_batch)
@@ -100,18 +136,17 @@ class _Around:
                 self._unproven.append((message.made, dropped))
 
     def program(self) -> Program:
-        passes = self._passes
-        completing = set(passes.completing.values())
-        stream = chain.from_iterable(
+        actions = self._passes.actions
+        ends = (at + (act.op is Op.DRAIN) for at, act in enumerate(actions) if act.op in (Op.NORM, Op.DRAIN))
+        end = max(ends, default=len(actions))
+        stream = [
             (
                 *(act for _, act in sorted(self._opened[at], key=itemgetter(0))),
                 *self._dropped[at],
                 act,
                 *self._sent[at],
-                *([Act(Op.REDUCE, act.stage)] if act in completing else ()),
             )
-            for at, act in enumerate(passes.actions)
-        )
-        unproven = (act for _, act in sorted(self._unproven, key=itemgetter(0)))
-        end = (Act(Op.NORM), Act(Op.UPDATE)) if completing else ()
-        return Program(passes.stages, passes.micro_batches, (*stream, *unproven, *end))
+            for at, act in enumerate(actions)
+        ]
+        unproven = [act for _, act in sorted(self._unproven, key=itemgetter(0))]
+        return replace(self._passes, actions=(*chain(*stream[:end]), *unproven, *chain(*stream[end:])))

@@ -35,6 +35,8 @@ class Op(Enum):
     REDUCE = "R"
     NORM = "N"
     UPDATE = "U"
+    BEGIN = "T"  # of a stream: a step of it begins, of which nothing is known before
+    DRAIN = "D"  # of a stream: no step is to follow, and what is under way goes to its end
 
     # Members are unique, so their identity will do; hashing their names takes most of the time of checking a program.
     __hash__ = object.__hash__
@@ -48,6 +50,8 @@ RECEIVE = {Op.FORWARD: Op.RECEIVE_ACTIVATION, Op.BACKWARD: Op.RECEIVE_GRADIENT, 
 """How what a pass takes in comes from another rank."""
 DROP = {Op.SEND_ACTIVATION: Op.DROP_ACTIVATION, Op.SEND_GRADIENT: Op.DROP_GRADIENT}
 """How what was sent is let go."""
+STARTS = {Op.BEGIN, Op.DRAIN}
+"""What the parts of a stream start with."""
 
 _WORDS = {
     Op.FORWARD: "the forward pass",
@@ -63,12 +67,19 @@ _WORDS = {
     Op.REDUCE: "the reduction",
     Op.NORM: "the norm",
     Op.UPDATE: "the update",
+    Op.BEGIN: "the beginning of the step",
+    Op.DRAIN: "the drain",
 }
+_OF_A_BATCH = {Op.REDUCE, Op.NORM, Op.UPDATE, Op.DRAIN}
 
 
 class Act(NamedTuple):
     """One action. ``stage`` is global; ``micro_batch`` is −1 where the action concerns all of them, and so is ``stage``
-    where it concerns the whole step. ``peer`` is the rank at the other end of a send, receive or drop."""
+    where it concerns the whole step. ``peer`` is the rank at the other end of a send, receive or drop.
+
+    In a stream, what begins, is reduced or updated carries the first of its micro-batches; and where they are counted
+    from the beginning of a step, those of earlier steps are negative (:mod:`shoal.pipeline.stream`).
+    """
 
     op: Op
     stage: int = -1
@@ -79,17 +90,23 @@ class Act(NamedTuple):
         stage = "" if self.stage < 0 else f"{self.stage}"
         arrow = "<" if self.op in RECEIVE.values() else ">"
         peer = "" if self.peer < 0 else f"{arrow}{self.peer}"
-        return f"{self.op.value}{stage}" + ("" if self.micro_batch < 0 else f".{self.micro_batch}") + peer
+        return f"{self.op.value}{stage}" + (f".{self.micro_batch}" if self._has_number else "") + peer
 
     def in_words(self) -> str:
         """The action for an error message: ``the backward pass of stage 1, micro-batch 3``."""
         stage = "" if self.stage < 0 else f" of stage {self.stage}"
-        return _WORDS[self.op] + stage + ("" if self.micro_batch < 0 else f", micro-batch {self.micro_batch}")
+        return _WORDS[self.op] + stage + (f", micro-batch {self.micro_batch}" if self._has_number else "")
+
+    @property
+    def _has_number(self) -> bool:
+        """Whether −1 is a micro-batch, of an earlier step of a stream."""
+        return self.micro_batch != -1 or self.op not in _OF_A_BATCH
 
 
 @dataclass(frozen=True)
 class Program:
-    """The actions of one step of one rank, which holds ``stages`` and works on ``micro_batches``."""
+    """The actions of one step of one rank, which holds ``stages`` and works on ``micro_batches``; or those of a whole
+    stream of steps, on all of its micro-batches."""
 
     stages: tuple[int, ...]
     micro_batches: int
@@ -110,6 +127,11 @@ class Program:
 
 Programs = tuple[Program, ...]
 """One program a rank, in order of rank."""
+
+
+def is_stream(program: Program) -> bool:
+    """Whether the program is that of several steps that begin one after another (:mod:`shoal.pipeline.stream`)."""
+    return any(act.op is Op.BEGIN for act in program.actions)
 
 
 def placement(programs: Sequence[Program]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from shoal.pipeline.program import DROP, PASSES, RECEIVE, SEND, Act, Op, Program, giver, named, placement, taker
 from shoal.pipeline.turns import answer, awaited_by_passes, awaited_by_whole, in_turn, is_whole
+from shoal.pipeline.versions import live_versions
 
 _RECEIVES = set(RECEIVE.values())
 _SENT = {dropped: sent for sent, dropped in DROP.items()}
@@ -100,7 +101,7 @@ class Simulation:
     peaks: tuple[float, ...]
     """The most memory that was held at one moment."""
     weight_versions: tuple[int, ...]
-    """The most versions of its weights that a rank has at one moment: one where the step drains."""
+    """The most versions of its weights that a rank has at one moment: one where every step drains."""
 
     @cached_property
     def makespan(self) -> float:
@@ -171,7 +172,7 @@ def simulate(programs: Sequence[Program], costs: Costs) -> Simulation:
         spans[rank].append(Span(act, start, clocks[rank]))
         memory[rank].go_through(act)
     assert all(len(one) == len(program.actions) for one, program in zip(spans, programs, strict=True)), "deadlock"
-    return Simulation(tuple(map(tuple, spans)), tuple(one.peak for one in memory), (1,) * len(programs))
+    return Simulation(tuple(map(tuple, spans)), tuple(one.peak for one in memory), tuple(map(live_versions, programs)))
 
 
 class _Memory:

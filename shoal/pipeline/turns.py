@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from shoal.pipeline.program import DROP, RECEIVE, SEND, Act, Op, Program, giver, named
+from shoal.pipeline.program import DROP, RECEIVE, SEND, Act, Op, Program, giver, named, placement
 
 Awaited = Callable[[Act, int], tuple[int, Act] | None]
 """What an action of a rank waits for: a :func:`named` action of another rank, if anything."""
@@ -57,6 +57,29 @@ def awaited_by_whole(home: Sequence[int]) -> Awaited:
     return awaited
 
 
+def with_collectives(programs: Sequence[Program], awaited: Awaited) -> tuple[list[Program], Awaited]:
+    """Programs of a stream whose norms wait for the reductions of all ranks, and whose updates for the norms of all.
+
+    What all ranks do together is one more program, at the end of the list, that takes part in one thing after another.
+    Not every schedule waits so for all of its ranks, but whoever cannot deadlock so, cannot with less to wait for.
+    """
+    home, together = placement(programs), len(programs)
+    actions: list[Act] = []
+    for number in (act.micro_batch for act in programs[0].actions if act.op is Op.UPDATE):
+        actions += (Act(Op.REDUCE, stage, number, rank) for stage, rank in enumerate(home))
+        actions += (Act(Op.NORM, -1, number, rank) for rank in range(together))
+        actions.append(Act(Op.UPDATE, -1, number))
+
+    def awaited_too(act: Act, rank: int) -> tuple[int, Act] | None:
+        if rank == together:
+            return None if act.op is Op.UPDATE else (act.peer, act._replace(peer=-1))
+        if act.op is Op.NORM:
+            return together, Act(Op.REDUCE, len(home) - 1, act.micro_batch, home[-1])
+        return (together, act) if act.op is Op.UPDATE else awaited(act, rank)
+
+    return [*programs, Program((), 0, tuple(actions))], awaited_too
+
+
 def awaited_by_passes(home: Sequence[int]) -> Awaited:
     """In programs of passes alone: a pass waits for the one whose result it takes in."""
 
@@ -76,4 +99,4 @@ def answer(act: Act, rank: int) -> Act:
 
 def is_whole(programs: Sequence[Program]) -> bool:
     """Whether the programs say what is sent and received, or are of passes alone."""
-    return any(act.op in _SENDS or act.op is Op.NORM for program in programs for act in program.actions)
+    return any(act.op in _SENDS for program in programs for act in program.actions)
