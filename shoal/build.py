@@ -140,6 +140,7 @@ def sharing_of(layout: Layout) -> Sharing:
     return Sharing(
         split_backward=any(act.op is Op.INPUT_GRADIENT for act in passes_of(layout)[0].actions),
         half_grads=layout.half_grads,
+        versions=layout.asynchronous,
         size=(layout.zero_group or layout.alike * dict(layout.tensor_axes).get("a", 1)) if layout.zero else 1,
         keep_params=layout.zero < 3,
         keep_grads=layout.zero < 2,

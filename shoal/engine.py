@@ -156,7 +156,8 @@ class Engine:
         """What an asynchronous schedule makes of steps."""
         layout, mesh, device = self.layout, self.mesh, self.world.device
         stream = Stream(layout.schedule, layout.pp, mesh.coords["pp"], layout.mb)
-        weights = Weights(self.task.module, [Place(*each) for each in self._sync.places()])
+        memories = [(memory, [Place(*each) for each in places]) for memory, places in self._sync.buckets()]
+        weights = Weights(self.task.module, memories)
         stage = mesh.over("dp", "cp", *layout.tensor_names)
 
         def begin(scale: Callable[[int], Tensor]) -> Running:

@@ -48,6 +48,8 @@ class _Step:
     squares: float = 0.0
     lr: float = 0.0
     bad: int = 0
+    place: int = 0
+    """Where its gradients are (see :meth:`Sync.turn`)."""
     told: tuple[Tensor, Pending] | None = None
     scales: Tensor | None = field(default=None, repr=False)
 
@@ -109,7 +111,8 @@ class Flow:
         if self._begun == 0:
             return []
         last = self._open[-1]
-        self._running.go(self._stream.drain(self._begun), (), lambda _: None, last.first)
+        following = last.first + len(last.weights)
+        self._running.go(self._stream.drain(self._begun), (), lambda _: None, following)
         self._running.check_done()
         self._begun = 0
         self._tell(0)
@@ -122,14 +125,16 @@ class Flow:
         self._sync.reduce(self._units)
         if not self._stream.per_micro_batch:
             self._sync.depart()
+            self._find(first).place = self._sync.filling
             self._sync.turn()
 
     def norm(self, first: int) -> None:
         """Begin to agree on the norm, where all stages do."""
         if not self._stream.per_micro_batch:
-            with self._sync.aside():
+            step = self._find(first)
+            with self._sync.view(step.place):
                 self._sync.finish()
-            self._find(first).norm = self._sync.start_norm()
+            step.norm = self._sync.start_norm()
 
     def update(self, first: int) -> None:
         """Apply the gradients of a batch to the newest weights."""
@@ -149,15 +154,12 @@ class Flow:
             step.squares, passes = norm**2, self._guard.passes(norm)
             self._check(step, norm)
         step.bad += not passes
-        if passes:
-            self._weights.before_update()
-            factor = clip_factor(norm, self._optimizer.clip) / step.scale
-            if alone:
+        with self._sync.view(self._sync.filling if alone else step.place):
+            if passes:
+                factor = clip_factor(norm, self._optimizer.clip) / step.scale
                 step.lr = self._updater.update(self._rate(step.number), factor)
-            else:
-                with self._sync.aside():
-                    step.lr = self._updater.update(self._rate(step.number), factor)
-        self._sync.updated(aside=not alone)
+                self._weights.advance()
+            self._sync.updated(aside=not alone)
         if alone:
             self._sync.begin()
 
@@ -176,7 +178,7 @@ class Flow:
 
     def _tell(self, lag: int) -> None:
         """Begin to add up what ranks know of the steps that no rank works on any more: all but the last ``lag``."""
-        for step in list(self._open)[: len(self._open) - lag]:
+        for step in list(self._open)[: max(0, len(self._open) - lag)]:
             if step.told is None:
                 of_stage = step.squares if self._stream.per_micro_batch else 0.0
                 known = torch.stack([step.loss, step.loss.new_tensor(of_stage), step.loss.new_tensor(float(step.bad))])

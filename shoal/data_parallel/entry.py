@@ -45,7 +45,7 @@ class Main:
     def __init__(
         self, slot: Slot, bucket: int, gradient: Tensor, make_ready: Callable[[Main], None], later: Later
     ) -> None:
-        self.held, self.bucket, self.gradient = slot.held, bucket, gradient
+        self._slot, self.held, self.bucket, self.gradient = slot, slot.held, bucket, gradient
         self.entered = False
         """Whether a contribution of this step is in ``gradient``; before, that holds what an earlier one left."""
         self._make_ready, self._later = make_ready, later
@@ -83,8 +83,9 @@ class Main:
         first, self.entered = not self.entered, True
         return first
 
-    def move(self, gradient: Tensor) -> None:
-        """The bucket's buffer is another one now."""
+    def swap(self, buffer: Tensor) -> None:
+        """The gradients of another batch are in view, and ``buffer`` is the bucket's."""
+        raise NotImplementedError
 
     def served(self) -> None:
         """The optimizer needs the gradient no more."""
@@ -113,8 +114,11 @@ class Main:
 class InBuffer(Main):
     """A gradient in its bucket's buffer."""
 
-    def move(self, gradient: Tensor) -> None:
-        self.gradient = gradient
+    _aside: Tensor | None = None
+
+    def swap(self, buffer: Tensor) -> None:
+        view = self._slot.of(buffer) if self._aside is None else self._aside
+        self.gradient, self._aside = view, self.gradient
 
     def fill_up(self) -> None:
         if not self.entered:
@@ -148,6 +152,10 @@ class AsMade(Main):
     over memory. Until it is complete it is the parameter's ``grad``."""
 
     buffered = False
+    _aside = _NONE
+
+    def swap(self, buffer: Tensor) -> None:
+        self.gradient, self._aside = self._aside, self.gradient
 
     def begin(self) -> None:
         super().begin()

@@ -17,7 +17,8 @@ class Flat:
     The optimizer works on ``masters``: the parameters themselves, or, where those are in half precision and it does not
     do without (``masters=False``), float32 copies that hold what half precision would round away (mixed precision,
     Micikevicius et al. 2018). Gradients add up in float32 too, unless ``half_grads`` leaves them in the parameters'
-    precision.
+    precision. Masters are apart, too, where the model may still compute with ``versions`` of the parameters that the
+    optimizer has updated since (:meth:`move`).
 
     A bucket that does not train (``trains``) has parameters alone, and one whose gradients nobody shares (``grads`` is
     then empty, ``buffered`` false) leaves them where autograd makes them.
@@ -35,6 +36,7 @@ class Flat:
         keep_grads: bool,
         half_grads: bool = False,
         masters: bool = True,
+        versions: bool = False,
         trains: bool = True,
     ) -> None:
         self.bucket = bucket
@@ -42,7 +44,7 @@ class Flat:
         self.keep_params, self.keep_grads = keep_params or undivided, keep_grads or undivided
         wide = torch.float32 if bucket.dtype in HALVES else bucket.dtype
         self.grad_dtype = bucket.dtype if half_grads else wide
-        self.mixed = trains and masters and wide != bucket.dtype
+        self.mixed = trains and (versions or (masters and wide != bucket.dtype))
         self.buffered = trains and not (bucket.alone and self.grad_dtype == bucket.dtype)
         mine = slice(bucket.low, bucket.high)
         exact = self._initial(wide if self.mixed else bucket.dtype)
@@ -87,6 +89,13 @@ class Flat:
     def own_gradients(self, run: slice) -> Tensor:
         """Some of this rank's part of the gradients."""
         return self.own_grads[run]
+
+    def move(self, params: Tensor) -> None:
+        """From here on the bucket is in ``params``, which has its size and, once it is published, its values."""
+        self.params, self.own_params = params, params[self.bucket.low : self.bucket.high]
+        for slot in self.bucket.slots:
+            slot.held.parameter.data = slot.of(params)
+        self._versions = self._seen()
 
     def publish(self) -> None:
         """What the optimizer has made of the masters is what the model computes with."""

@@ -43,6 +43,8 @@ class Sharing:
     """Whether the gradients of parameters in half precision add up in that precision; else they do in float32."""
     masters: bool = True
     """Whether parameters in half precision have float32 copies, which the optimizer works on."""
+    versions: bool = False
+    """Whether the model may compute with older parameters than the newest."""
     split_backward: bool = False
     """Whether weight gradients may come later than the gradients of inputs (:mod:`shoal.model.linear`)."""
     cap_bytes: int = BUCKET_BYTES
@@ -92,8 +94,9 @@ class Sync:
             self.frozen_flats.append(self._flat(bucket, trains=False))
             self.frozen_flats[-1].release_whole()
         self._shards = [mesh.group(flat.bucket.shard) for flat in (*self.flats, *self.frozen_flats)]
+        # Stages come to what they share at times of their own, between what they exchange with each other besides.
         self._crosses = [
-            [(slice(start, stop), mesh.group(division.cross))
+            [(slice(start, stop), mesh.group(division.cross, "stages" if division.across_stages else ""))
              for start, stop, division in flat.bucket.own_ranges() if len(division.cross) > 1]
             for flat in self.flats
         ]  # fmt: skip
@@ -108,6 +111,8 @@ class Sync:
                 attach_sink(main.held.parameter, main)
         self._units_done: set[int] = set()
         self._sent: set[int] = set()
+        self.filling = 0
+        """Of two places for gradients, the one in which they add up now."""
         self._squares = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
         self._norm_group = self._fewest_for_the_norm()
         self.set_up()
@@ -123,6 +128,7 @@ class Sync:
             keep_grads=sharing.keep_grads,
             half_grads=sharing.half_grads,
             masters=sharing.masters,
+            versions=sharing.versions,
             trains=trains,
         )
 
@@ -197,27 +203,31 @@ class Sync:
         """Begin to sum what several stages share; :meth:`finish` does, where nobody has."""
 
     def turn(self) -> None:
-        """The gradients of a batch are on their way; those of the next add up apart from them. What has come of a batch
-        is in view, for :meth:`finish` and the optimizer, within :meth:`aside`."""
+        """The gradients of a batch are on their way; those of the next add up apart from them, where those of the one
+        before have been."""
         self._swap()
+        self.filling = 1 - self.filling
         self._units_done.clear()
         self._sent.clear()
         for main in self._mains:
             main.entered = False
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """The batch before the one that adds up is in view."""
-        self._swap()
+    def view(self, place: int) -> Iterator[None]:
+        """The batch that was ``filling`` this place is in view, for :meth:`finish` and the optimizer."""
+        other = place != self.filling
+        if other:
+            self._swap()
         yield
-        self._swap()
+        if other:
+            self._swap()
 
     def _swap(self) -> None:
         for flat, mains in zip(self.flats, self._of_bucket, strict=True):
             if flat.buffered:
                 flat.swap()
-                for main, slot in zip(mains, flat.bucket.slots, strict=True):
-                    main.move(slot.of(flat.grads))
+            for main in mains:
+                main.swap(flat.grads)
 
     def finish(self) -> None:
         """Wait until the gradients that :meth:`runs` shows are sums over all replicas, and have their squares added."""
@@ -240,12 +250,17 @@ class Sync:
             main.served() if aside else main.begin()
         self.published()
 
-    def places(self) -> list[tuple[nn.Parameter, Tensor, int, Callable[[Tensor], None]]]:
-        """Of each trained parameter: the buffer it lies in, from which element on, and what takes in its gradients."""
+    def buckets(self) -> list[tuple[Flat, list[tuple[nn.Parameter, int, Callable[[Tensor], None]]]]]:
+        """Of each bucket its memory, and of each parameter in it the first element and what takes in its gradients."""
         return [
-            (main.held.parameter, flat.params, slot.start, main.add)
+            (
+                flat,
+                [
+                    (main.held.parameter, slot.start, main.add)
+                    for main, slot in zip(mains, flat.bucket.slots, strict=True)
+                ],
+            )
             for flat, mains in zip(self.flats, self._of_bucket, strict=True)
-            for main, slot in zip(mains, flat.bucket.slots, strict=True)
         ]
 
     def published(self) -> None:

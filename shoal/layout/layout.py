@@ -26,7 +26,20 @@ __all__ = ["BUILT", "Layout", "ModelShape", "Offload"]
 BUILT: dict[str, tuple[str, ...]] = {
     "zero": ("1", "2", "3"),
     "tp": ("1d", "1d-sp", "2d", "2.5d", "3d", "AxBxC"),
-    "pp": ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "list"),
+    "pp": (
+        "gpipe",
+        "1f1b",
+        "1f1b-overlap",
+        "interleaved",
+        "breadth-first",
+        "zb-h1",
+        "zb-h2",
+        "zb-v",
+        "dualpipe-v",
+        "list",
+        "pipedream",
+        "2bw",
+    ),
     "recompute": ("selective", "full"),
     "dtype": ("float32", "float64", "bf16", "fp16"),
 }
@@ -191,7 +204,7 @@ class Layout:
     @property
     def asynchronous(self) -> bool:
         """Whether steps overlap, so that gradients meet weights newer than those they were made with."""
-        return kinds.SCHEDULES[self.schedule].asynchronous and self.pp > 1
+        return kinds.SCHEDULES[self.schedule].asynchronous
 
     @property
     def stages(self) -> int:

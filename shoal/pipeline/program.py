@@ -120,6 +120,17 @@ class Program:
         """By stage: the pass after which its gradients are complete, its last backward or weight-gradient pass."""
         return {act.stage: act for act in self.actions if act.op in (Op.BACKWARD, Op.WEIGHT_GRADIENT)}
 
+    @cached_property
+    def last_contributions(self) -> frozenset[Act]:
+        """The passes after which the gradients of their stage are complete, and reduced."""
+        found, last = set(), {}
+        for act in self.actions:
+            if act.op in (Op.BACKWARD, Op.WEIGHT_GRADIENT):
+                last[act.stage] = act
+            elif act.op is Op.REDUCE:
+                found.add(last[act.stage])
+        return frozenset(found)
+
     def final_backward(self, stage: int) -> int:
         """The micro-batch of the pass after which the gradients of ``stage`` are complete."""
         return self.completing[stage].micro_batch

@@ -49,6 +49,22 @@ class Stream:
         return self._drains[n]
 
     @property
+    def per_micro_batch(self) -> bool:
+        """Whether each micro-batch is an update of its own, of each stage by itself."""
+        return self.schedule == "pipedream"
+
+    @property
+    def lag(self) -> int:
+        """How many steps later than it began a step has been applied on every rank."""
+        return -(-(self.ranks - 1) // self.micro_batches) if self.per_micro_batch else 2
+
+    @property
+    def ways(self) -> Program:
+        """Actions that take all the ways between ranks that any step or drain takes."""
+        every = (*self._steps, self.drain(self._settled))
+        return Program(every[0].stages, self.micro_batches, tuple(act for part in every for act in part.actions))
+
+    @property
     def _settled(self) -> int:
         """The first step, and the first number of steps before a drain, from which all are alike.
 

@@ -1,45 +1,53 @@
 """Versions of the weights that passes under way compute with (weight stashing, Narayanan et al. 2019).
 
 An asynchronous pipeline updates weights between a micro-batch's forward and its backward pass, which must see the ones
-that the forward pass saw. The parameters lie in buffers that the optimizer writes to in place. A version is a set of
-parameters over those buffers, of which modules have the newest: the graphs of passes refer to them. Before an update
-writes, a version that passes still refer to moves to a copy of the old values; a new one takes its place over the
-buffers. So the newest costs nothing, and there are as many copies as there are older versions in use.
+that the forward pass saw. A version is a set of parameters in memory of its own, to which the graphs of passes refer.
+Modules have the newest. An update makes another one, in memory that no pass needs any more if there is some; a version
+that no pass refers to is written over.
 
-Gradients of a version's parameters go where those of the parameters themselves go.
+Gradients of a version's parameters go where those of the parameters that it stands for go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 
+class Memory(Protocol):
+    """Some parameters of a model side by side."""
+
+    params: Tensor
+
+    def move(self, params: Tensor) -> None:
+        """From here on they are in ``params``."""
+
+
 class Place(NamedTuple):
-    """A parameter, a view of ``buffer`` from element ``start`` on; ``take`` takes in a gradient of it."""
+    """A parameter of some memory: from which element on it lies there, and what takes in its gradients."""
 
     parameter: nn.Parameter
-    buffer: Tensor
     start: int
     take: Callable[[Tensor], None]
 
 
 class Version:
-    """One set of parameters; ``users`` are the passes whose graphs refer to them."""
+    """One set of parameters, in ``buffers``; ``users`` are the passes whose graphs refer to them."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = parameters
+    def __init__(self, buffers: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None:
+        self.buffers, self.parameters = buffers, parameters
         self.users = 0
 
 
 class Weights:
-    """The versions of the parameters at ``places``, in ``module``."""
+    """The versions of the parameters of ``module`` that are in ``memories``, each with the places of its own."""
 
-    def __init__(self, module: nn.Module, places: Sequence[Place]) -> None:
-        self._places = places
+    def __init__(self, module: nn.Module, memories: Sequence[tuple[Memory, Sequence[Place]]]) -> None:
+        self._memories = memories
+        places = [place for _, those in memories for place in those]
         number = {place.parameter: at for at, place in enumerate(places)}
         self._slots = [
             (owner, name, number[parameter])
@@ -47,58 +55,39 @@ class Weights:
             for name, parameter in owner._parameters.items()
             if parameter in number
         ]
-        self._spare: list[tuple[Version, list[Tensor]]] = []
-        self._stashed: list[tuple[Version, list[Tensor]]] = []
-        self._buffers = list({id(place.buffer): place.buffer for place in places}.values())
-        self.newest = self._shown = self._new()
+        self.newest = self._shown = self._version([memory.params for memory, _ in memories])
+        self._versions = [self.newest]
         self._show(self.newest)
 
     @property
     def alive(self) -> int:
-        """How many versions have values of their own: the newest, and those that passes still need."""
-        return 1 + sum(version.users > 0 for version, _ in self._stashed)
+        """How many versions are the newest or needed by a pass."""
+        return sum(version.users > 0 or version is self.newest for version in self._versions)
 
     def use(self, version: Version) -> None:
         """Have the modules compute with ``version``."""
         if version is not self._shown:
             self._show(version)
 
-    def before_update(self) -> None:
-        """The buffers are about to be written to: keep what is still needed of them."""
-        kept = [one for one in self._stashed if one[0].users > 0]
-        self._spare += [one for one in self._stashed if one[0].users == 0]
-        self._stashed = kept
-        old = self.newest
-        if old.users == 0:
-            return
-        new, copies = self._spare.pop() if self._spare else (self._new(), list(map(torch.empty_like, self._buffers)))
-        with torch.no_grad():
-            for copy, buffer in zip(copies, self._buffers, strict=True):
-                copy.copy_(buffer)
-        copy_of = {id(buffer): copy for buffer, copy in zip(self._buffers, copies, strict=True)}
-        for place, moved, fresh in zip(self._places, old.parameters, new.parameters, strict=True):
-            moved.data = _view(copy_of[id(place.buffer)], place)
-            fresh.data = _view(place.buffer, place)
-        self._stashed.append((old, copies))
-        self.newest = new
-        self._show(new)
+    def advance(self) -> None:
+        """An update is about to be published: to memory that no pass refers to."""
+        if self.newest.users > 0:
+            free = next((version for version in self._versions if version.users == 0), None)
+            if free is None:
+                free = self._version([torch.empty_like(buffer) for buffer in self.newest.buffers])
+                self._versions.append(free)
+            for (memory, _), buffer in zip(self._memories, free.buffers, strict=True):
+                memory.move(buffer)
+            self.newest = free
+        self.use(self.newest)
 
-    def _new(self) -> Version:
-        return Version([self._alias(place) for place in self._places])
-
-    def _alias(self, place: Place) -> nn.Parameter:
-        alias = nn.Parameter(_view(place.buffer, place))
-        for kept in ("main", "sink"):
-            if (value := getattr(place.parameter, kept, None)) is not None:
-                setattr(alias, kept, value)
-
-        def give(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:
-                place.take(gradient)
-
-        alias.register_post_accumulate_grad_hook(give)
-        return alias
+    def _version(self, buffers: Sequence[Tensor]) -> Version:
+        made = [
+            _stand_in(place, buffer)
+            for (_, places), buffer in zip(self._memories, buffers, strict=True)
+            for place in places
+        ]
+        return Version(buffers, made)
 
     def _show(self, version: Version) -> None:
         for owner, name, at in self._slots:
@@ -106,6 +95,18 @@ class Weights:
         self._shown = version
 
 
-def _view(buffer: Tensor, place: Place) -> Tensor:
-    parameter = place.parameter
-    return buffer[place.start : place.start + parameter.numel()].view(parameter.shape)
+def _stand_in(place: Place, buffer: Tensor) -> nn.Parameter:
+    """A parameter for one of a version in ``buffer``."""
+    one = place.parameter
+    made = nn.Parameter(buffer[place.start : place.start + one.numel()].view(one.shape))
+    for kept in ("main", "sink"):
+        if (value := getattr(one, kept, None)) is not None:
+            setattr(made, kept, value)
+
+    def give(parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            place.take(gradient)
+
+    made.register_post_accumulate_grad_hook(give)
+    return made
