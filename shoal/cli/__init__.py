@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from shoal.cli.data import inspect_data, make_data
 from shoal.cli.models import export_folder, generate_text, import_folder, inspect
+from shoal.cli.pipelines import show_schedule
 from shoal.cli.train import show_layout, train, verify
 from shoal.errors import DataError, ShoalError
 from shoal.report.default_command import MakeByDefault
@@ -30,6 +31,7 @@ data.command(name="inspect")(inspect_data)
 app.command()(train)
 app.command()(verify)
 app.command(name="layout")(show_layout)
+app.command(name="schedule")(show_schedule)
 app.add_typer(
     data,
     name="data",
