@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from shoal.comm.world import init as init
     from shoal.config import Optimizer as Optimizer
     from shoal.engine import Engine as Engine
-    from shoal.result import StepResult as StepResult
     from shoal.layout import Layout as Layout
+    from shoal.result import StepResult as StepResult
     from shoal.train.importing import load_hf as load_hf
 
 __version__ = "0.1.0"

@@ -38,8 +38,8 @@ class Interpreter(Protocol):
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter of this rank: the units (layers) here that use it, where it lies, who else has each of its pieces, and
-    the role of its module.
+    """A parameter of this rank: the units (layers) here that use it, where it lies, who else has each of its pieces,
+    and the role of its module.
 
     Its gradient is complete when all of ``units`` are done. ``drawn`` gives its initial values where the parameter has
     no memory of its own yet.

@@ -25,7 +25,7 @@ TIERS = (
     ("acyclic", {"layout", "config"}),
     ("acyclic", {"model", "optim", "data", "placement", "local", "mesh", "comm", "meter"}),
     ("apart", {"pipeline", "data_parallel", "tensor", "context", "expert", "memory", "checkpoint"}),
-    ("apart", {"build", "feed"}),
+    ("acyclic", {"build", "feed", "flow", "result"}),
     ("apart", {"engine"}),
     ("apart", {"train"}),
     ("apart", {"cli"}),
@@ -36,6 +36,7 @@ TORCH_FREE = {  # these, and what they import when imported, start without torch
     *("shoal.cli", "shoal.layout", "shoal.config", "shoal.errors", "shoal.optim.schedule", "shoal.plan.search"),
     *("shoal.pipeline.program", "shoal.pipeline.schedules", "shoal.pipeline.simulate"),
     *("shoal.pipeline.lower", "shoal.pipeline.faults", "shoal.pipeline.stages"),
+    *("shoal.pipeline.stream", "shoal.pipeline.versions"),
 }
 BRINGS_TORCH = {"torch", "safetensors.torch"}
 

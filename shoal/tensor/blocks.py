@@ -1,8 +1,8 @@
 """The in-features of a linear map in blocks, as the ranks of a group have them.
 
 A product over in-features that come from several ranks is a sum of products of blocks: Y = Σ_t X_t·W_tᵀ. So what is
-gathered need not be put side by side, and what is to be summed and divided, dX_t = dY·W_t or dW_t = dYᵀ·X_t, is computed
-where it leaves from. Neither is copied.
+gathered need not be put side by side, and what is to be summed and divided, dX_t = dY·W_t or dW_t = dYᵀ·X_t, is
+computed where it leaves from. Neither is copied.
 """
 
 from __future__ import annotations

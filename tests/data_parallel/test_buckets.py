@@ -85,7 +85,8 @@ def test_ranges_are_cut_where_the_holders_change() -> None:
     own, everyone = plain(0, 1), plain(0, 1, 2, 3)  # rank 0 at tp 0; the key rows are at tp 1 too
     parts = stacked([("q", 3), ("k", 1), ("v", 1)], (5, 4))
     fused = [
-        LocalParameter(f"qkv{u}", nn.Parameter(torch.zeros(5, 4)), (u,), parts, (own, everyone, everyone)) for u in (1, 0)
+        LocalParameter(f"qkv{u}", nn.Parameter(torch.zeros(5, 4)), (u,), parts, (own, everyone, everyone))
+        for u in (1, 0)
     ]
     at = [partial(placement.divide, grid=grid, rank=rank, size=size) for rank in (0, 1)]
     buckets = [build_buckets(fused, each, TREAT) for each in at]

@@ -249,7 +249,8 @@ def one_of(mesh: Mesh, unit: int, rule: Rule) -> LocalParameter:
     placement = rule.at(mesh.coords)
     assert placement is not None
     parameter = nn.Parameter(torch.zeros(placement.shape, dtype=torch.float64))
-    return LocalParameter(placement.pieces[0].name, parameter, (unit,), placement, holders(rule, mesh.grid, mesh.coords))
+    who = holders(rule, mesh.grid, mesh.coords)
+    return LocalParameter(placement.pieces[0].name, parameter, (unit,), placement, who)
 
 
 def on_stages(mesh: Mesh, name: str, shape: tuple[int, ...], *stages: int) -> Rule:
