@@ -28,6 +28,9 @@ _TERM_TAG = _TAG + 1  # of those of a reduce, some of which are received later t
 _LANDINGS = 2
 MESSAGE_TAGS = range(_TAG)
 """Those of all other messages (:mod:`shoal.comm.point_to_point`)."""
+FEW = 4
+"""Up to so many ranks a gather under gloo is a broadcast from each: the same words, for less of the processor's time
+(measured on 2 and 4 ranks, with 64 KiB to 768 KiB a rank: half and two thirds)."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -83,6 +86,8 @@ def start_all_gather(out: Tensor, part: Tensor, group: Group, purpose: str) -> P
     group.ledger.record("all_gather", out.numel(), group.size, group.axis, purpose)
     if group.backend == "nccl":
         return Pending(group.handle._allgather_base(out, own), group, purpose)
+    if group.size <= FEW:
+        return Pending(_Broadcasts(group, parts), group, purpose)
     return Pending(_Exchange(group, parts, [own] * group.size), group, purpose)
 
 
@@ -134,6 +139,22 @@ def _parts(full: Tensor, part: Tensor, group: Group) -> tuple[Tensor, ...]:
     assert full.is_contiguous() and part.is_contiguous() and full.dtype == part.dtype  # noqa: PT018
     assert full.numel() == group.size * part.numel(), f"{full.numel()} words for {group.size} × {part.numel()}"
     return full.tensor_split(group.size)
+
+
+class _Broadcasts:
+    """Every rank sends its own of ``parts`` to all."""
+
+    def __init__(self, group: Group, parts: Sequence[Tensor]) -> None:
+        self._works = []
+        for source, part in enumerate(parts):
+            options = dist.BroadcastOptions()
+            options.rootRank = source
+            assert group.handle is not None
+            self._works.append(group.handle.broadcast([part], options))
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class _Exchange:
