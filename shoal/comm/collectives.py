@@ -3,15 +3,15 @@
 All take a :class:`~shoal.comm.world.Group` and write into tensors they are given; in a group of one rank nothing is
 moved between ranks. ``purpose`` says what the words are for ("gradients", "norm", …).
 
-gloo has no reduce-scatter of its own: it reduces everything everywhere, which moves twice the words. Its reduce to one
-rank scatters the sum first and gathers it then, for (p+1)/p of the words. Under gloo, gathers and sums that are not for
-all are therefore messages, in which each rank sends another one what that one needs.
+gloo has no reduce-scatter of its own: it reduces everything everywhere, which moves twice the words. Under gloo ranks
+therefore exchange the terms of each other's parts and add them up. Its reduce to one rank scatters the sum first and
+gathers it then, for (p+1)/p of the words; there the terms are messages to that rank.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Literal
 
@@ -23,10 +23,9 @@ from shoal.comm.messages import Work, receive, send
 from shoal.comm.world import Group
 
 Reduction = Literal["sum", "max", "min"]
-_TAG = 1 << 30  # of the messages of an exchange; those of one tag between two ranks arrive in the order they were sent
-_TERM_TAG = _TAG + 1  # of those of a reduce, some of which are received later than what was started after them
+_TERM_TAG = 1 << 30  # of the messages of a reduce
 _LANDINGS = 2
-MESSAGE_TAGS = range(_TAG)
+MESSAGE_TAGS = range(_TERM_TAG)
 """Those of all other messages (:mod:`shoal.comm.point_to_point`)."""
 FEW = 4
 """Up to so many ranks a gather under gloo is a broadcast from each: the same words, for less of the processor's time
@@ -84,11 +83,9 @@ def start_all_gather(out: Tensor, part: Tensor, group: Group, purpose: str) -> P
     if group.handle is None:
         return Pending(None)
     group.ledger.record("all_gather", out.numel(), group.size, group.axis, purpose)
-    if group.backend == "nccl":
-        return Pending(group.handle._allgather_base(out, own), group, purpose)
-    if group.size <= FEW:
+    if group.backend == "gloo" and group.size <= FEW:
         return Pending(_Broadcasts(group, parts), group, purpose)
-    return Pending(_Exchange(group, parts, [own] * group.size), group, purpose)
+    return Pending(group.handle._allgather_base(out, own), group, purpose)
 
 
 def start_reduce_scatter(out: Tensor, tensor: Tensor, group: Group, purpose: str) -> Pending:
@@ -103,15 +100,7 @@ def start_reduce_scatter(out: Tensor, tensor: Tensor, group: Group, purpose: str
     group.ledger.record("reduce_scatter", tensor.numel(), group.size, group.axis, purpose)
     if group.backend == "nccl":
         return Pending(group.handle._reduce_scatter_base(flat, tensor), group, purpose)
-    received = [own if part is own else torch.empty_like(part) for part in parts]
-
-    def add_up() -> None:
-        first, *rest = (term for term in received if term is not own)
-        torch.add(own, first, out=flat)  # before the rest: ``flat`` may be ``own``
-        for term in rest:
-            flat.add_(term)
-
-    return Pending(_Exchange(group, received, parts, add_up), group, purpose)
+    return Pending(_Terms(tensor, flat, group) if tensor.numel() else None, group, purpose)
 
 
 def start_exchange(
@@ -127,10 +116,8 @@ def start_exchange(
     if group.handle is None:
         return Pending(None)
     group.ledger.receive(into.numel(), group.axis, purpose)
-    if group.backend == "nccl":
-        options = dist.AllToAllOptions()
-        return Pending(group.handle.alltoall_base(into, out, list(taken), list(given), options), group, purpose)
-    return Pending(_Exchange(group, into.split(list(taken)), out.split(list(given))), group, purpose)
+    work = group.handle.alltoall_base(into, out, list(taken), list(given), dist.AllToAllOptions())
+    return Pending(work, group, purpose)
 
 
 def _parts(full: Tensor, part: Tensor, group: Group) -> tuple[Tensor, ...]:
@@ -139,6 +126,23 @@ def _parts(full: Tensor, part: Tensor, group: Group) -> tuple[Tensor, ...]:
     assert full.is_contiguous() and part.is_contiguous() and full.dtype == part.dtype  # noqa: PT018
     assert full.numel() == group.size * part.numel(), f"{full.numel()} words for {group.size} × {part.numel()}"
     return full.tensor_split(group.size)
+
+
+class _Terms:
+    """Every rank gets from each other one the term of its own part of ``tensor``, and adds them up in ``out``."""
+
+    def __init__(self, tensor: Tensor, out: Tensor, group: Group) -> None:
+        assert group.handle is not None
+        landing = torch.empty_like(tensor)
+        self._terms, self._out = landing.tensor_split(group.size), out
+        self._work = group.handle.alltoall_base(landing, tensor, [], [], dist.AllToAllOptions())
+
+    def wait(self) -> None:
+        self._work.wait()
+        first, second, *rest = self._terms
+        torch.add(first, second, out=self._out)
+        for term in rest:
+            self._out.add_(term)
 
 
 class _Broadcasts:
@@ -155,30 +159,6 @@ class _Broadcasts:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-
-
-class _Exchange:
-    """Every rank sends ``outgoing[i]`` to rank i of its group and receives ``incoming[i]`` from it, both of any sizes
-    that the two ranks agree on, nothing at all among them; what a rank has for itself stays. ``finish`` runs when all
-    has come."""
-
-    def __init__(
-        self,
-        group: Group,
-        incoming: Sequence[Tensor],
-        outgoing: Sequence[Tensor],
-        finish: Callable[[], None] = lambda: None,
-    ) -> None:
-        me, size = group.index, group.size
-        self._finish = finish
-        sources, targets = [(me - i) % size for i in range(1, size)], [(me + i) % size for i in range(1, size)]
-        self._works = [receive(incoming[at], group, at, _TAG) for at in sources if incoming[at].numel()]
-        self._works += [send(outgoing[at], group, at, _TAG) for at in targets if outgoing[at].numel()]
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._finish()
 
 
 def start_broadcast(tensor: Tensor, group: Group, purpose: str, source: int = 0) -> Pending:
