@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 PRIORITY = 10
+PATIENCE_S = 5
+"""For how long a thread may run without ever waiting: one that spins would take the machine from everyone."""
 
 
 @contextmanager
-def scheduling(realtime: bool) -> Iterator[None]:
+def scheduling(realtime: bool, *, ahead: int = 1) -> Iterator[None]:
     """Run all threads of this process under SCHED_FIFO, if asked, and as before afterwards.
 
-    Threads other than the main one (gloo's) stand one step above it: they sleep until a message comes, and at the same
-    priority would then wait until the computation pauses, so that nothing overlapped.
+    Threads other than the main one (gloo's) stand ``ahead`` steps above it: they sleep until a message comes, and at
+    the same priority would then wait until the computation pauses, so that nothing overlapped. But such a thread also
+    spins while the main one holds the lock of a connection, and may have put it to sleep: with more ranks than cores,
+    for ever. Where stages sleep instead of computing, 0 does not have this danger, and costs nothing.
     """
     if realtime:
+        limits = resource.getrlimit(resource.RLIMIT_RTTIME)
+        resource.setrlimit(resource.RLIMIT_RTTIME, (PATIENCE_S * 1_000_000, limits[1]))
         for thread in _threads():
-            os.sched_setscheduler(thread, os.SCHED_FIFO, os.sched_param(PRIORITY + (thread != os.getpid())))
+            priority = PRIORITY + ahead * (thread != os.getpid())
+            os.sched_setscheduler(thread, os.SCHED_FIFO, os.sched_param(priority))
     try:
         yield
     finally:
         if realtime:
             for thread in _threads():
                 os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+            resource.setrlimit(resource.RLIMIT_RTTIME, limits)
 
 
 def permitted() -> bool:

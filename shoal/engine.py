@@ -22,14 +22,7 @@ from shoal.errors import ConfigError, Diverged
 from shoal.feed import check_same, micro_batches
 from shoal.flow import Flow
 from shoal.layout import Layout
-from shoal.local import (
-    adapt,
-    allot,
-    buffer_fragments,
-    drop,
-    lay_out,
-    persistent_buffers,
-)
+from shoal.local import adapt, allot, buffer_fragments, drop, lay_out, persistent_buffers
 from shoal.mesh import Mesh
 from shoal.model.context import Batch, Cache
 from shoal.model.decoder import Decoder
@@ -42,6 +35,7 @@ from shoal.optim.treatment import Treatments
 from shoal.pipeline.executor import Executor, Handlers, Running, Stage
 from shoal.pipeline.lines import Lines
 from shoal.pipeline.stream import Stream
+from shoal.pipeline.trace import Recorder
 from shoal.pipeline.weights import Place, Weights
 from shoal.placement import Fragment
 from shoal.result import StepResult
@@ -86,6 +80,8 @@ class Engine:
         self._finished: list[StepResult] = []
         self.on_gradients: Callable[[], None] = lambda: None
         """Called when gradients are reduced and not yet clipped: the moment at which they can be compared."""
+        self.recorder = Recorder()
+        """Writes down what this rank does, while it is told to."""
         self.mesh = Mesh(self.layout.axes, self.world)
         self._interpreter = interpreter_of(self.layout, self.task.roles)
         self._open_groups()
@@ -148,7 +144,7 @@ class Engine:
             update=self._update,
         )
         found = [Stage(stage, stage == 0, stage == last, runs[stage]) for stage in own]
-        self._executor = Executor(self.task, found, handlers, self._lines)
+        self._executor = Executor(self.task, found, handlers, self._lines, self.recorder)
         self._last = homes[last]
         self._flow = self._open_flow(mine) if self.layout.asynchronous else None
 
@@ -261,8 +257,8 @@ class Engine:
         def decode(tokens: list[int]) -> Tensor:
             batch = cache.following(torch.tensor([tokens], device=self.world.device))
             with self._forward_only():
-                found = self._executor.outputs(self._programs.decode, [batch], self._contexts(cache=cache))
-            logits = found[0][0, -1] if found else next(task.parameters()).new_empty(task.shape.vocab)
+                found = self._executor.outputs(self._programs.decode, [batch], self._contexts(cache=cache, newest=True))
+            logits = found[0][0, 0] if found else next(task.parameters()).new_empty(task.shape.vocab)
             broadcast(logits, self._pipeline, "generation", source=self._last)
             return logits
 

@@ -159,7 +159,7 @@ class Flow:
                 factor = clip_factor(norm, self._optimizer.clip) / step.scale
                 step.lr = self._updater.update(self._rate(step.number), factor)
                 self._weights.advance()
-            self._sync.updated(aside=not alone)
+            self._sync.updated(aside=not alone, skipped=not passes)
         if alone:
             self._sync.begin()
 

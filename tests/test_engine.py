@@ -20,6 +20,7 @@ from shoal.errors import ConfigError, LayoutError
 from shoal.layout import Layout
 from shoal.layout.layout import BUILT
 from shoal.mesh import Grid
+from shoal.pipeline.stream import STREAMS
 from shoal.train.pool import Pool
 from shoal.train.setup import make_engine
 
@@ -249,7 +250,7 @@ def test_a_module_that_a_layout_does_not_fit_is_refused_on_every_rank(
 
 
 def test_every_schedule_and_dtype_that_a_layout_may_name_is_there() -> None:
-    assert set(BUILT["pp"]) == SCHEDULES.keys()
+    assert set(BUILT["pp"]) == SCHEDULES.keys() | STREAMS.keys()
     assert set(BUILT["dtype"]) <= DTYPES.keys()
 
 

@@ -37,6 +37,9 @@ def train(
         int | None, typer.Option("-n", help="local processes to start; default: as many as the layout has ranks", min=1)
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="start at step 0; an earlier run is moved aside")] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="write what three steps did, for ui.perfetto.dev, to trace.json of the run")
+    ] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="print every setting and stop")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -59,7 +62,7 @@ def train(
         raise ConfigError(setting("-n", processes, problem, f"leave it out, or use -n {joined}"))
     plan = fit(config, plan, joined or processes or fewest(plan))
     begin = train_joined if joined else train_here
-    begin(config, plan, partial(watch, config, json), partial(ready, config, fresh, json))
+    begin(config, plan, partial(watch, config, json), partial(ready, config, fresh, json), trace)
 
 
 def verify(

@@ -243,12 +243,13 @@ class Sync:
         self._squares.zero_()
         return squares, start_all_reduce(squares, self._norm_group, "norm")
 
-    def updated(self, *, aside: bool = False) -> None:
-        """The optimizer has updated this rank's part of the parameters, and the gradients have served: those set
-        ``aside``, or all there are."""
+    def updated(self, *, aside: bool = False, skipped: bool = False) -> None:
+        """The optimizer has updated this rank's part of the parameters, or ``skipped`` it, and the gradients have
+        served: those set ``aside``, or all there are."""
         for main in self._mains:
             main.served() if aside else main.begin()
-        self.published()
+        if not skipped:  # what passes under way compute with is not written to
+            self.published()
 
     def buckets(self) -> list[tuple[Flat, list[tuple[nn.Parameter, int, Callable[[Tensor], None]]]]]:
         """Of each bucket its memory, and of each parameter in it the first element and what takes in its gradients."""

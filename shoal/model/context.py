@@ -59,10 +59,21 @@ class Context:
     cache: Cache | None = None
     length: int = 0
     """How many positions a sample has, on all ranks that divide them together."""
+    samples: int = 0
+    """How many there are, likewise."""
+    newest: int | None = None
+    """Of which of the positions here the logits are wanted; None for those of all."""
 
     @classmethod
     def of(
-        cls, shape: Shape, dtype: torch.dtype, batch: Batch, noise: Noise | None = None, cache: Cache | None = None
+        cls,
+        shape: Shape,
+        dtype: torch.dtype,
+        batch: Batch,
+        noise: Noise | None = None,
+        cache: Cache | None = None,
+        *,
+        newest: bool = False,
     ) -> Context:
         """What a decoder of ``shape`` and ``dtype`` may know of a batch. Raises :class:`ConfigError` where that has
         more positions, with what the ``cache`` has seen, than the model has learned."""
@@ -78,6 +89,8 @@ class Context:
             noise=noise,
             cache=cache,
             length=length,
+            samples=len(batch["tokens"]),
+            newest=length - 1 if newest else None,
         )
 
     def turn(self, x: Tensor) -> Tensor:

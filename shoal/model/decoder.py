@@ -160,7 +160,8 @@ class Head(nn.Module):
     def forward(self, x_BTH: Tensor, ctx: Context) -> Tensor:
         x_BTH = self.norm(x_BTH)
         if ctx.labels is None:
-            return self.out(x_BTH)  # type: ignore[no-any-return]
+            wanted = x_BTH if ctx.newest is None else x_BTH[:, ctx.newest : ctx.newest + 1]
+            return self.out(wanted)  # type: ignore[no-any-return]
         return self.loss(x_BTH, self.out.weight, ctx.labels)  # type: ignore[no-any-return]
 
 
@@ -211,18 +212,27 @@ class Decoder(nn.Module):
         return output
 
     def context(
-        self, batch: Batch, *, seed: int = 0, step: int = 0, train: bool = False, cache: Cache | None = None
+        self,
+        batch: Batch,
+        *,
+        seed: int = 0,
+        step: int = 0,
+        train: bool = False,
+        cache: Cache | None = None,
+        newest: bool = False,
     ) -> Context:
         """The context of one micro-batch: keys for dropout only when it trains. With a ``cache`` its positions follow
-        those that the cache has seen. Raises :class:`ConfigError` where these are more than the model has learned."""
+        those that the cache has seen; logits are those of all, or of the ``newest`` alone. Raises
+        :class:`ConfigError` where the positions are more than the model has learned."""
         drops = train and self.shape.dropout > 0
         noise = Noise.of(seed, step, batch["sample"], batch["tokens"].shape[1]) if drops else None
-        return Context.of(self.shape, next(self.parameters()).dtype, batch, noise, cache)
+        return Context.of(self.shape, next(self.parameters()).dtype, batch, noise, cache, newest=newest)
 
-    def decode(self, tokens_BT: Tensor, cache: Cache) -> Tensor:
-        """Logits [B, T, vocabulary] of positions that follow those in the cache, which grows by them."""
+    def decode(self, tokens_BT: Tensor, cache: Cache, *, newest: bool = False) -> Tensor:
+        """Logits [B, T, vocabulary] of positions that follow those in the cache, which grows by them; [B, 1,
+        vocabulary] of the ``newest`` alone."""
         batch = cache.following(tokens_BT)
-        return self(batch, self.context(batch, cache=cache))  # type: ignore[no-any-return]
+        return self(batch, self.context(batch, cache=cache, newest=newest))  # type: ignore[no-any-return]
 
 
 def decoder_roles(shape: Shape) -> RoleTable:

@@ -23,7 +23,8 @@ def decoding(model: Decoder) -> Decode:
         training = model.training
         model.eval()
         with torch.no_grad():
-            logits = model.decode(torch.tensor([tokens], device=next(model.parameters()).device), cache)[0, -1]
+            given = torch.tensor([tokens], device=next(model.parameters()).device)
+            logits = model.decode(given, cache, newest=True)[0, 0]
         model.train(training)
         return logits
 

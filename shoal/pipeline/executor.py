@@ -22,6 +22,7 @@ from shoal.pipeline.arrival import arrive
 from shoal.pipeline.lines import Lines
 from shoal.pipeline.mail import Form, Kind, Mail, kind_of
 from shoal.pipeline.program import Act, Op, Program
+from shoal.pipeline.trace import Recorder
 from shoal.pipeline.watch import Watch
 from shoal.pipeline.weights import Version, Weights
 
@@ -72,10 +73,14 @@ class Handlers:
 
 
 class Executor:
-    """Runs programs over the ``stages`` that this rank holds; ``lines`` join it to the others of its pipeline."""
+    """Runs programs over the ``stages`` that this rank holds; ``lines`` join it to the others of its pipeline. A
+    ``recorder`` may be asked to write down what happens."""
 
-    def __init__(self, task: Task, stages: Iterable[Stage], handlers: Handlers, lines: Lines) -> None:
+    def __init__(
+        self, task: Task, stages: Iterable[Stage], handlers: Handlers, lines: Lines, recorder: Recorder | None = None
+    ) -> None:
         self._task, self._handlers, self._lines = task, handlers, lines
+        self._recorder = recorder or Recorder()
         self._stages = {stage.number: stage for stage in stages}
         self._forms: dict[tuple[int, Kind], Form] = {}
 
@@ -123,7 +128,15 @@ class Executor:
         self._lines.connect(program, device)
         mail = Mail(self._lines, self._forms, device)
         return Running(
-            self._stages, self._handlers, self._task.enter, end or self._task.loss, scale, mail, device, weights
+            self._stages,
+            self._handlers,
+            self._task.enter,
+            end or self._task.loss,
+            scale,
+            mail,
+            device,
+            weights,
+            self._recorder,
         )
 
 
@@ -161,6 +174,7 @@ class Running:
     mail: Mail
     device: torch.device
     weights: Weights | None
+    recorder: Recorder
     batches: dict[int, Batch] = field(default_factory=dict)
     kinds: dict[int, Kind] = field(default_factory=dict)
     inputs: dict[_Place, tuple[Tensor, Form]] = field(default_factory=dict)
@@ -177,10 +191,11 @@ class Running:
         for number, batch in enumerate(batches, first):
             self.batches[number], self.kinds[number] = batch, kind_of(batch, train=self.scale is not None)
         self.completing = frozenset(_shifted(act, first) for act in program.last_contributions)
+        perform = self.recorder.around(self.perform)
         with torch.set_grad_enabled(self.scale is not None):
             for act in program.actions:
                 try:
-                    self.perform(_shifted(act, first))
+                    perform(_shifted(act, first))
                 except Exception as error:
                     error.add_note(f"in {act.in_words()}")
                     raise
@@ -275,6 +290,7 @@ class Running:
         place = act.stage, act.micro_batch
         here = place in self.inputs
         x, form = self.inputs.pop(place) if here else self.mail.take_activation(act, self.kinds[act.micro_batch])
+        self.recorder.arrived()
         if not form.needs_grad:
             return x
         one.input = form
@@ -321,7 +337,9 @@ class Running:
             assert self.scale is not None
             return self.scale(act.micro_batch).to(self.ends[act.micro_batch].dtype)
         place = act.stage, act.micro_batch
-        return self.gradients.pop(place) if place in self.gradients else self.mail.take_gradient(act)
+        gradient = self.gradients.pop(place) if place in self.gradients else self.mail.take_gradient(act)
+        self.recorder.arrived()
+        return gradient
 
 
 def _shifted(act: Act, first: int) -> Act:

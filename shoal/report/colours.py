@@ -21,13 +21,14 @@ class Colours:
     """The colour of what a set of ranks holds: a hue for each place on the tensor grid, paler for several places, grey
     for all of them, and lighter or darker by replica where replicas divide it. The depth of a 2.5-D grid counts as
     replicas, for its ranks hold the same. Without tensor parallelism replicas have the hues, and where they divide
-    nothing, stages have."""
+    nothing, the places of the pipeline have."""
 
     def __init__(self, owned: Ownership) -> None:
         layout = owned.layout
         sizes = dict(layout.tensor_axes)
         self._sides = {axis: sizes[axis] for axis in _CIRCLE if sizes.get(axis, 1) > 1}
-        self._grid, self._places, self._stages = owned.grid, prod(self._sides.values()), layout.pp
+        self._grid, self._places, self._pipeline = owned.grid, prod(self._sides.values()), layout.pp
+        self._of_the_pipeline = "the stages of each rank" if layout.chunks > 1 else "each stage"
         among = ("depth",) if owned.is_part else ("dp", "cp", "depth")
         self._alike = {axis: size for axis, size in owned.grid.axes if axis in among and size > 1}
         alike = prod(self._alike.values())
@@ -39,7 +40,7 @@ class Colours:
         replicas = {self._replica(place) for place in coords}
         every_place, every_replica = len(places) == self._places, len(replicas) == self._replicas
         if self._places == self._replicas == 1:
-            return _hue(coords[0]["pp"], self._stages)
+            return _hue(coords[0]["pp"], self._pipeline)
         if every_place and every_replica:
             return _GREY
         if self._places == 1:
@@ -55,7 +56,7 @@ class Colours:
     def key(self) -> str:
         """What the colours say."""
         if self._places == self._replicas == 1:
-            return "a colour for each stage" if self._stages > 1 else ""
+            return f"a colour for {self._of_the_pipeline}" if self._pipeline > 1 else ""
         replica = " and ".join(dict.fromkeys("depth" if axis == "depth" else "replica" for axis in self._alike))
         if self._places == 1:
             return f"a colour for each of the {self._replicas} replicas that divide, grey for all of them"

@@ -51,6 +51,8 @@ class ConsoleSink:
             case "sample":
                 self._print("\n[bold]The model continues:[/]")
                 self._print(f"[cyan]{escape(values['prompt'])}[/]{escape(values['text'])}\n")
+            case "trace":
+                self._trace(values)
             case "end":
                 self._end(values)
 
@@ -96,6 +98,25 @@ class ConsoleSink:
             f"grad norm {values['grad_norm']:.3f}  lr {values['lr']:.2e}  {values['tokens_per_s']:,.0f} tokens/s  "
             f"{values['memory_gib']:.2f} GiB  {_clock(left)} left"
         )
+
+    def _trace(self, values: Values) -> None:
+        """Where the trace is, and which passes ended when, beside a simulation in which nothing else takes time."""
+        first, last = values["first"], values["first"] + values["steps"] - 1
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        self._print(f"\n[bold]trace[/] of {steps}: {escape(values['path'])}; open it at https://ui.perfetto.dev")
+        if "late" not in values:
+            return
+        took, simulated = values["passes_ms"], values["simulated_ms"]
+        self._print(
+            f"  first pass to last: {took:.1f} ms; simulated with the same times of passes {simulated:.1f} ms "
+            f"({took / simulated - 1:+.1%})"
+        )
+        self._print("  [dim]stage  pass       time    late: median       most[/]")
+        for one in values["late"]:
+            self._print(
+                f"  {one['stage']:>5}  {one['pass']:>4}  {one['ms']:>6.2f} ms  {one['late_ms']:>10.2f} ms  "
+                f"{one['most_late_ms']:>6.2f} ms"
+            )
 
     def _end(self, values: Values) -> None:
         run, folder = self._config.run, self._config.run.folder / self._config.run.name

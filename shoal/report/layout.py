@@ -20,11 +20,13 @@ from shoal.report.wording import (
     section_text,
     share_text,
     span_text,
+    stages_text,
     units_text,
 )
 
 _SHARES, _SECTIONS = 8, 8
-"""Holders of one tensor and kinds of layers of one stage that are listed: of more, the first ones and the last."""
+"""Holders of one tensor, and kinds of layers at one place of the pipeline, that are listed: of more, the first ones and
+the last."""
 _FIELDS = 8
 """Fields of a tensor grid side by side."""
 
@@ -32,10 +34,10 @@ _FIELDS = 8
 def layout_report(owned: Ownership) -> RenderableType:
     """Everything that ``shoal layout`` prints."""
     parts = [*_meaning(owned), *_seats(owned)]
-    if owned.layout.pp > 1:
+    if len(owned.stages) > 1:
         parts += ["", "[bold]where it is cut[/]", _indented(escape(_cut(owned)))]
-    for stage in range(len(owned.stages)):
-        parts += _stage(owned, stage)
+    for place in range(owned.layout.pp):
+        parts += _place(owned, place)
     return Group(*parts)
 
 
@@ -84,25 +86,26 @@ def _cut(owned: Ownership) -> str:
     return f"A layer costs what its matrices have: {costs}. Stages are cut {why}."
 
 
-def _stage(owned: Ownership, stage: int) -> Iterator[RenderableType]:
-    names, ranks = units_text([owned.units[unit] for unit in owned.stages[stage]]), owned.ranks_of(stage)
+def _place(owned: Ownership, place: int) -> Iterator[RenderableType]:
+    names, ranks = units_text([owned.units[unit] for unit in owned.units_at(place)]), owned.ranks_at(place)
     yield ""
-    if owned.layout.pp > 1:
+    if len(owned.stages) > 1:
         who = f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
-        yield f"[bold]stage {stage}[/] on {who}: {escape(names)}, {owned.cost_share(stage):.0%} of the cost"
+        what = stages_text(owned.stages_at(place))
+        yield f"[bold]{what}[/] on {who}: {escape(names)}, {owned.cost_share(place):.0%} of the cost"
     else:
         yield f"[bold]who holds what[/]: {escape(names)}"
     for kind, title in zip(KINDS, keeps(owned.layout), strict=False):
         counts = [owned.count(rank, kind) for rank in ranks]
         spread = f"{min(counts):,}" if min(counts) == max(counts) else f"{min(counts):,} to {max(counts):,}"
         yield _indented(f"[dim]{title}; a rank has {spread} of {owned.elements:,}[/]")
-        yield _indented(_holdings(owned, stage, kind))
+        yield _indented(_holdings(owned, place, kind))
 
 
-def _holdings(owned: Ownership, stage: int, kind: Kind) -> RenderableType:
-    """Who holds what of each weight, consecutive layers together where they are held alike."""
+def _holdings(owned: Ownership, place: int, kind: Kind) -> RenderableType:
+    """Who holds what of each weight, layers in a row together where they are held alike."""
     table = _table()
-    sections = owned.sections(stage, kind)
+    sections = owned.sections(place, kind)
     for section in few(sections, _SECTIONS):
         name = section_text(section, owned.units)
         if kind == "state" and (updaters := section.updaters):

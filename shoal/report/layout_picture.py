@@ -1,4 +1,5 @@
-"""The picture of a layout: which rank sits where, and each stage's weights cut into what its ranks hold."""
+"""The picture of a layout: which rank sits where, and the weights at each place of the pipeline, cut into what
+its ranks hold."""
 
 from __future__ import annotations
 
@@ -14,20 +15,20 @@ from shoal.report.ownership import KINDS, Kind, Ownership, Section, Share
 from shoal.report.panels import Panel
 from shoal.report.rank_map import Field
 from shoal.report.svg import CARD, FAINT, MUTED, Canvas, fitting, text_width, wrapped
-from shoal.report.wording import counted, few, keeps, meaning, ranks_text, section_text, units_text
+from shoal.report.wording import counted, few, keeps, meaning, ranks_text, section_text, stages_text, units_text
 
 _MARGIN, _PADDING, _GAP, _BETWEEN = 24, 18, 22, 40
 """Pixels: around the picture, inside a card, between panels, between kinds of layers and fields of ranks."""
 _HEADING = 30
 _LEAST_WIDTH = 860
 _SECTIONS = 8
-"""Kinds of layers of one stage that are drawn: of more, the first ones and the last."""
+"""Kinds of layers at one place of the pipeline that are drawn: of more, the first ones and the last."""
 
 
 def layout_picture(owned: Ownership) -> str:
     """The picture as SVG."""
     colours = Colours(owned)
-    cards = [_Card(owned, stages, colours) for stages in _alike(owned)]
+    cards = [_Card(owned, places, colours) for places in _alike(owned)]
     inside = max(_LEAST_WIDTH, *(card.width for card in cards))
     canvas = Canvas()
     y = _head(canvas, owned, inside)
@@ -80,12 +81,12 @@ def _head(canvas: Canvas, owned: Ownership, inside: float) -> float:
 
 
 def _map(canvas: Canvas, owned: Ownership, colours: Colours, y: float, inside: float) -> float:
-    """Which rank sits where, a field for each stage; returns where the next thing goes."""
+    """Which rank sits where, a field for each place of the pipeline; returns where the next thing goes."""
     title = "which rank sits where" + (f": the first of {owned.replicas} replicas" if owned.is_part else "")
     canvas.text(_MARGIN, y + 4, title, 12, bold=True)
     canvas.text(_MARGIN + text_width(title, 12, bold=True) + 12, y + 4, colours.key(), 11, colour=MUTED)
-    fields = [Field(owned, stage, colours) for stage in range(len(owned.stages))]
-    width, height = fields[0].width + _BETWEEN, fields[0].height + 12
+    fields = [Field(owned, place, colours) for place in range(owned.layout.pp)]
+    width, height = max(field.width for field in fields) + _BETWEEN, fields[0].height + 12
     a_line = max(1, int((inside + _BETWEEN) // width))
     for place, field in enumerate(fields):
         field.draw(canvas, _MARGIN + place % a_line * width, y + 18 + place // a_line * height)
@@ -166,13 +167,13 @@ class _Row:
 
 
 class _Card:
-    """The first of ``stages``, which are alike but for their ranks."""
+    """The first of ``places`` on the pipeline, which are alike but for their ranks."""
 
-    def __init__(self, owned: Ownership, stages: Sequence[int], colours: Colours) -> None:
-        self._title, self._about = _about(owned, stages)
+    def __init__(self, owned: Ownership, places: Sequence[int], colours: Colours) -> None:
+        self._title, self._about = _about(owned, places)
         self._rows = []
         for kind, label in zip(KINDS, keeps(owned.layout), strict=False):
-            sections = owned.sections(stages[0], kind)
+            sections = owned.sections(places[0], kind)
             blocks = [_Block(owned, section, kind, colours) for section in few(sections, _SECTIONS)]
             more = len(sections) - len(blocks)
             rest = f"not drawn: {more} more before the last, divided elsewhere" if more else ""
@@ -197,24 +198,26 @@ class _Card:
         return bottom
 
 
-def _about(owned: Ownership, stages: Sequence[int]) -> tuple[str, str]:
-    first, last = stages[0], stages[-1]
-    ranks = owned.ranks_of(first)
-    units = units_text([owned.units[unit] for stage in stages for unit in owned.stages[stage]])
+def _about(owned: Ownership, places: Sequence[int]) -> tuple[str, str]:
+    ranks = owned.ranks_at(places[0])
+    every_unit = sorted(unit for place in places for unit in owned.units_at(place))
+    units = units_text([owned.units[unit] for unit in every_unit])
     who = f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
-    if owned.layout.pp == 1:
+    if len(owned.stages) == 1:
         return who, units
-    share = f"{owned.cost_share(first):.0%} of the cost"
-    if len(stages) == 1:
-        return f"stage {first}", f"{who}: {units}, {share}"
-    return f"stages {first}–{last}", f"alike, each {share}: {units}; drawn is stage {first} on {who}"
+    share = f"{owned.cost_share(places[0]):.0%} of the cost"
+    drawn = stages_text(owned.stages_at(places[0]))
+    if len(places) == 1:
+        return drawn, f"{who}: {units}, {share}"
+    every = stages_text(sorted(stage for place in places for stage in owned.stages_at(place)))
+    return every, f"alike, each {share}: {units}; drawn is {drawn} on {who}"
 
 
 def _alike(owned: Ownership) -> Iterator[list[int]]:
-    """The stages, each alone; but three or more in a row that differ in nothing but their numbers together."""
+    """The places, each alone; but three or more in a row that differ in nothing but their numbers together."""
 
-    def shape(stage: int) -> object:
-        first = min(owned.ranks_of(stage))
+    def shape(place: int) -> object:
+        first = min(owned.ranks_at(place))
 
         def shifted(shares: Sequence[Share]) -> list[object]:
             return [(tuple(rank - first for rank in share.ranks), share.boxes) for share in shares]
@@ -224,9 +227,9 @@ def _alike(owned: Ownership) -> Iterator[list[int]]:
                 len(section.units),
                 [(one.label, one.shape, shifted(one.shares), shifted(one.states)) for one in section.held],
             )
-            for section in owned.sections(stage, "state")
+            for section in owned.sections(place, "state")
         ]
 
-    for _, run in groupby(range(len(owned.stages)), shape):
-        stages = list(run)
-        yield from [stages] if len(stages) > 2 else ([stage] for stage in stages)
+    for _, run in groupby(range(owned.layout.pp), shape):
+        places = list(run)
+        yield from [places] if len(places) > 2 else ([place] for place in places)

@@ -17,9 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shoal.build import costs_of, interpreter_of, sharing_of, stages_of
+from shoal.build import costs_of, held_units, homes_of, interpreter_of, sharing_of, stages_of
 from shoal.config import Optimizer
 from shoal.data_parallel.buckets import build_buckets
+from shoal.data_parallel.sync import Sharing
 from shoal.layout import Layout
 from shoal.local import LocalParameter, lay_out
 from shoal.mesh import Grid
@@ -46,7 +47,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Held:
-    """A logical weight of full ``shape`` on the ranks of one pipeline stage, which use it first in layer ``unit``.
+    """A logical weight of full ``shape`` on the ranks at one ``place`` of the pipeline, which use it first in layer
+    ``unit``.
 
     ``shares`` are disjoint, in the order of their first elements: of the weight, and of each of its optimizer states.
     """
@@ -55,7 +57,7 @@ class Held:
     label: str
     """The name within the unit, without what goes without saying."""
     shape: tuple[int, ...]
-    stage: int
+    place: int
     unit: int
     shares: tuple[Share, ...]
     states: tuple[Share, ...]
@@ -71,7 +73,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Section:
-    """Consecutive ``units`` whose tensors are held alike, and those of the first of them."""
+    """``units`` in a row whose tensors are held alike, and those of the first of them."""
 
     units: tuple[int, ...]
     held: tuple[Held, ...]
@@ -91,7 +93,8 @@ class Section:
 
 @dataclass(frozen=True)
 class Ownership:
-    """A layout of a model: the names and costs of its ``units`` (layers), the units of each stage, who holds what.
+    """A layout of a model: the names and costs of its ``units`` (layers), the units of each stage, the place on the
+    pipeline of each stage (``homes``; a place may have several), who holds what.
 
     ``ranks`` are those that were asked about; shares name no others.
     """
@@ -101,6 +104,7 @@ class Ownership:
     units: tuple[str, ...]
     costs: tuple[int, ...]
     stages: tuple[range, ...]
+    homes: tuple[int, ...]
     held: tuple[Held, ...]
 
     @cached_property
@@ -114,7 +118,7 @@ class Ownership:
 
     @property
     def elements(self) -> int:
-        """The size of the model, a weight that several stages hold counted once."""
+        """The size of the model, a weight that several places hold counted once."""
         return sum({one.weight: one.numel for one in self.held}.values())
 
     @property
@@ -127,21 +131,29 @@ class Ownership:
         """Groups of ranks that each have the whole model between them, were nothing divided over them."""
         return self.layout.dp * self.layout.cp
 
-    def ranks_of(self, stage: int) -> tuple[int, ...]:
-        """The ranks of one stage."""
-        return tuple(rank for rank in self.ranks if self.grid.coords(rank)["pp"] == stage)
+    def stages_at(self, place: int) -> tuple[int, ...]:
+        """The stages of one place on the pipeline."""
+        return tuple(stage for stage, home in enumerate(self.homes) if home == place)
 
-    def cost_share(self, stage: int) -> float:
-        """The part of the whole model's cost that one stage has."""
-        return sum(self.costs[unit] for unit in self.stages[stage]) / sum(self.costs)
+    def units_at(self, place: int) -> list[int]:
+        """The units of its stages, ascending."""
+        return held_units(self.stages, self.homes)[place]
+
+    def ranks_at(self, place: int) -> tuple[int, ...]:
+        """The ranks that hold its stages."""
+        return tuple(rank for rank in self.ranks if self.grid.coords(rank)["pp"] == place)
+
+    def cost_share(self, place: int) -> float:
+        """The part of the whole model's cost that its stages have."""
+        return sum(self.costs[unit] for unit in self.units_at(place)) / sum(self.costs)
 
     def count(self, rank: int, kind: Kind) -> int:
         """The elements that ``rank`` holds of weights, or of each optimizer state."""
         return sum(share.numel for one in self.held for share in one.of(kind) if rank in share.ranks)
 
-    def sections(self, stage: int, kind: Kind) -> list[Section]:
-        """The units of a stage, consecutive ones together where they differ in nothing but their number."""
-        units = groupby((one for one in self.held if one.stage == stage), key=lambda one: one.unit)
+    def sections(self, place: int, kind: Kind) -> list[Section]:
+        """The units at a place, those in a row together where they differ in nothing but their number."""
+        units = groupby((one for one in self.held if one.place == place), key=lambda one: one.unit)
         each = [(unit, tuple(held)) for unit, held in units]
         found = []
         for _, run in groupby(each, key=lambda item: [(one.label, one.shape, one.of(kind)) for one in item[1]]):
@@ -150,11 +162,12 @@ class Ownership:
         return found
 
     def as_json(self) -> list[dict[str, Any]]:
-        """One object for each box that ranks of a stage hold."""
+        """One object for each box that ranks at a place hold, with the first stage there that uses it."""
+        stage_of = {unit: stage for stage, units in enumerate(self.stages) for unit in units}
         return [
             {
                 "weight": one.weight, "shape": one.shape, "kind": kind, "box": box,
-                "ranks": share.ranks, "stage": one.stage,
+                "ranks": share.ranks, "stage": stage_of[one.unit],
             }
             for one in self.held
             for kind in KINDS
@@ -177,26 +190,28 @@ def ownership(task: Task, layout: Layout, ranks: Sequence[int] | None = None) ->
     Raises :class:`~shoal.errors.LayoutError` where there are more stages than layers.
     """
     layers, roles = task.layers(), task.roles
-    stages, interpreter, grid = stages_of(layout, layers, roles), interpreter_of(layout, roles), Grid(layout.axes)
+    stages, homes, sharing = stages_of(layout, layers, roles), homes_of(layout), sharing_of(layout)
+    units_of, interpreter, grid = held_units(stages, homes), interpreter_of(layout, roles), Grid(layout.axes)
     asked = tuple(range(grid.size)) if ranks is None else tuple(ranks)
     found: dict[tuple[int, str], _Found] = {}
     for rank in asked:
         coords = grid.coords(rank)
-        held = [_shell(one) for one in lay_out(task.module, layers, roles, interpreter, grid, coords, stages)]
+        held = [_shell(one) for one in lay_out(task.module, layers, roles, interpreter, grid, coords, units_of)]
         for one in held:
             for piece in one.placement.pieces:
                 found.setdefault((coords["pp"], piece.name), _Found(piece.name, piece.shape, one.unit))
-        for kind, fragment in _fragments(held, layout, grid, rank):
+        for kind, fragment in _fragments(held, sharing, grid, rank):
             if fragment.piece.numel:
                 found[coords["pp"], fragment.piece.name].holders(kind)[fragment.piece.box].append(rank)
     names = tuple(name for name, _ in layers)
-    everything = [each.as_held(stage, names) for (stage, _), each in found.items()]
-    everything.sort(key=lambda one: (one.stage, one.unit))
-    return Ownership(layout, asked, names, tuple(costs_of(layers, roles)), stages, tuple(everything))
+    everything = [each.as_held(place, names) for (place, _), each in found.items()]
+    everything.sort(key=lambda one: (one.place, one.unit))
+    costs = tuple(costs_of(layers, roles))
+    return Ownership(layout, asked, names, costs, stages, homes, tuple(everything))
 
 
 class _Found:
-    """What has been found of one weight on one stage."""
+    """What has been found of one weight at one place of the pipeline."""
 
     def __init__(self, name: str, shape: tuple[int, ...], unit: int) -> None:
         self.name, self.shape, self.unit = name, shape, unit
@@ -206,10 +221,10 @@ class _Found:
     def holders(self, kind: Kind) -> dict[Box, list[int]]:
         return self.of_weight if kind == "weight" else self.of_states
 
-    def as_held(self, stage: int, names: Sequence[str]) -> Held:
+    def as_held(self, place: int, names: Sequence[str]) -> Held:
         label = self.name.removeprefix(f"{names[self.unit]}.").removesuffix(".weight")
         shares = _gather(self.of_weight), _gather(self.of_states)
-        return Held(self.name, label, self.shape, stage, self.unit, *shares)
+        return Held(self.name, label, self.shape, place, self.unit, *shares)
 
 
 def _gather(holders: dict[Box, list[int]]) -> tuple[Share, ...]:
@@ -226,11 +241,10 @@ def _shell(one: LocalParameter) -> LocalParameter:
 
 
 def _fragments(
-    held: Sequence[LocalParameter], layout: Layout, grid: Grid, rank: int
+    held: Sequence[LocalParameter], sharing: Sharing, grid: Grid, rank: int
 ) -> Iterator[tuple[Kind, Fragment]]:
     """What ``rank`` keeps of weights and of optimizer states: ZeRO divides the states, and from stage 3 on the weights
     too, then a unit at a time."""
-    sharing = sharing_of(layout)
     if sharing.keep_params:
         yield from (("weight", part) for one in held for part in one.fragments("weight", one.parameter))
     cut: Callable[..., Any] = partial(divide, grid=grid, rank=rank, size=sharing.size)

@@ -21,6 +21,8 @@ class Parity(Protocol):
     @property
     def layout(self) -> str: ...
     @property
+    def truth(self) -> str: ...
+    @property
     def tolerance(self) -> float: ...
     @property
     def max_rel(self) -> Mapping[str, float]: ...
@@ -33,20 +35,20 @@ class Parity(Protocol):
 
 
 def parity_table(report: Parity) -> RenderableType:
-    """The four comparisons, the tensors that are furthest apart, and the verdict."""
+    """The comparisons, the tensors that are furthest apart, and the verdict."""
     table = Table("compared", "largest relative difference", "allowed", box=None, pad_edge=False)
     names = {"loss": "loss", "grad_norm": "gradient norm", "grad": "gradients", "weight": "weights"}
-    for key, name in names.items():
-        table.add_row(name, _number(report.max_rel[key], report.tolerance), f"{report.tolerance:.0e}")
+    for key, rel in report.max_rel.items():
+        table.add_row(names[key], _number(rel, report.tolerance), f"{report.tolerance:.0e}")
     table.add_row("copies of a tensor", _number(report.drift, report.tolerance), f"{report.tolerance:.0e}")
     for name, rel in sorted(report.worst.items(), key=lambda item: (isfinite(item[1]), -item[1]))[:3]:
         table.add_row(f"  [dim]{escape(name)}[/]", f"[dim]{rel:.1e}[/]", "")
     if report.agree:
-        return Group(table, f"[bold green]{escape(report.layout)} computes what one process computes.[/]")
+        return Group(table, f"[bold green]{escape(report.layout)} computes what {escape(report.truth)} computes.[/]")
     lines = [f"  {escape(fault)}" for fault in report.faults[:_SHOWN]]
     if len(report.faults) > _SHOWN:
         lines.append(f"  … and {len(report.faults) - _SHOWN} more")
-    return Group(table, f"[bold red]{escape(report.layout)} disagrees with one process:[/]", *lines)
+    return Group(table, f"[bold red]{escape(report.layout)} disagrees with {escape(report.truth)}:[/]", *lines)
 
 
 def _number(value: float, tolerance: float) -> str:

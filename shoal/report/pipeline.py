@@ -92,6 +92,10 @@ class Pipeline:
     def chunks(self) -> int:
         return len(self.home) // self.ranks
 
+    def stages_at(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank."""
+        return tuple(stage for stage, home in enumerate(self.home) if home == rank)
+
     @property
     def is_stream(self) -> bool:
         return bool(self.marks)

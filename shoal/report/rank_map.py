@@ -1,4 +1,4 @@
-"""Which rank sits where, drawn: a field for each stage, laid out as its grid of ranks is."""
+"""Which rank sits where, drawn: a field for each place of the pipeline, laid out as its grid of ranks is."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 from shoal.report.colours import Colours
 from shoal.report.ownership import Ownership
 from shoal.report.svg import MUTED, RIM, Canvas, text_width
+from shoal.report.wording import stages_text
 
 _CELL = (30, 22)
 _LINE = 14
@@ -64,23 +65,25 @@ class _Table(NamedTuple):
 
 
 class Field:
-    """The ranks of one stage.
+    """The ranks at one place of the pipeline.
 
     Of a tensor grid with several sides the last two are the rows and columns of a table; there is one for each place on
     the side before them and each replica. With fewer sides replicas are the columns, :data:`_ACROSS` in a table.
     """
 
-    def __init__(self, owned: Ownership, stage: int, colours: Colours) -> None:
-        self._colours, self._title = colours, f"stage {stage}" if owned.layout.pp > 1 else ""
+    def __init__(self, owned: Ownership, place: int, colours: Colours) -> None:
+        self._colours, self._title = colours, stages_text(owned.stages_at(place)) if len(owned.stages) > 1 else ""
         self._top = 16 if self._title else 2
         self._tables: list[tuple[float, float, _Table]] = []
         x, y, self.width, self.height = 0.0, float(self._top), 0.0, 0.0
-        for table in _tables(owned, stage):
+        for table in _tables(owned, place):
             if x and x + table.width > _WIDEST:
                 x, y = 0.0, self.height + _BELOW
             self._tables.append((x, y, table))
             self.width, self.height = max(self.width, x + table.width), y + table.height
             x += table.width + _GAP
+        left = self._tables[0][2].left
+        self.width = max(self.width, left + text_width(self._title, 10, bold=True))
 
     def draw(self, canvas: Canvas, x: float, y: float) -> None:
         if self._title:
@@ -89,13 +92,13 @@ class Field:
             table.draw(canvas, x + right, y + down, self._colours)
 
 
-def _tables(owned: Ownership, stage: int) -> Iterator[_Table]:
+def _tables(owned: Ownership, place: int) -> Iterator[_Table]:
     sides = [(axis, size) for axis, size in owned.layout.tensor_axes if size > 1]
     replicas = range(1 if owned.is_part else owned.replicas)
 
     def ranks(replica: int, fixed: Mapping[str, int], over: Sequence[str]) -> list[int]:
         dp, cp = divmod(replica, owned.layout.cp)
-        corner = {**dict.fromkeys(owned.grid.names, 0), "pp": stage, "dp": dp, "cp": cp, **fixed}
+        corner = {**dict.fromkeys(owned.grid.names, 0), "pp": place, "dp": dp, "cp": cp, **fixed}
         return [owned.grid.rank(place) for place in owned.grid.vary(corner, over)]
 
     if len(sides) < 2:

@@ -40,6 +40,8 @@ def _square(grid: Grid) -> str:
     """SUMMA (van de Geijn & Watts 1997) as Optimus has it (Xu et al. 2021, arXiv 2104.05343); several of them are
     Tesseract (Wang et al. 2021, arXiv 2105.14500)."""
     q, depth = grid[0], (*grid, 1)[2]
+    if q == 1:
+        return f"each of {depth} depths has all of each weight, and samples of its own"
     cut = f"{q}×{q}" + f", the same at each of {depth} depths" * (depth > 1)
     samples = "depth·row" if depth > 1 else "row"
     return (
@@ -50,6 +52,8 @@ def _square(grid: Grid) -> str:
 
 def _square_cost(layout: Layout) -> str:
     q, depth = layout.tp_grid[0], (*layout.tp_grid, 1)[2]
+    if q == 1:
+        return "nothing moves within a depth"
     # Both forms move the same words.
     moved = "gathered" if layout.tp_form == "gather" else "sent block after block"
     words = _terms((3 * (q - 1) / q**2 / depth, "MK"), (3 * (q - 1) / q**2, "KN"))
@@ -73,13 +77,21 @@ def _box(grid: Grid) -> str:
 
 
 def _box_cost(grid: Grid) -> str:
+    """Of sides of one rank nothing is said: nothing moves over them."""
     a, b, c = grid
-    p = a * b * c
-    words = _terms((3 * (c - 1) / p, "MK"), (3 * (a - 1) / p, "KN"), (2 * (b - 1) / p, "MN"))
-    return (
-        "inputs are gathered over c and weights over a, both again for the backward pass, and outputs summed over b; "
-        f"{_LINEAR}: (3(c−1)MK+3(a−1)KN+2(b−1)MN)/P = {words}" + ", in second linears with b and c exchanged" * (b != c)
-    )
+    gathered = [f"{what} over {axis}" for what, axis, side in (("inputs", "c", c), ("weights", "a", a)) if side > 1]
+    entering = " and ".join(gathered).replace(" over", " are gathered over", 1)
+    moves = [f"{entering}, again for the backward pass"] * bool(gathered)
+    moves += ["outputs are summed over b"] * (b > 1)
+    terms = [
+        (times, axis, side, what)
+        for times, axis, side, what in ((3, "c", c, "MK"), (3, "a", a, "KN"), (2, "b", b, "MN"))
+        if side > 1
+    ]
+    formula = "+".join(f"{times}({axis}−1){what}" for times, axis, _, what in terms)
+    words = _terms(*((times * (side - 1) / prod(grid), what) for times, _, side, what in terms))
+    total = f"({formula})/P" if len(terms) > 1 else f"{formula}/P"
+    return f"{'; '.join(moves)}; {_LINEAR}: {total} = {words}" + ", in second linears with b and c exchanged" * (b != c)
 
 
 def _terms(*terms: tuple[float, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import groupby
 from typing import TypeVar
 
@@ -10,9 +11,12 @@ from shoal.layout import Layout
 from shoal.layout.text import value_text
 from shoal.placement import Span
 from shoal.report.ownership import Section, Share
+from shoal.report.pipeline import Pipeline, clock, pipeline
 from shoal.report.tensor_words import tensor_meaning
 
 T = TypeVar("T")
+_PLACES = 8
+"""Of a pipeline with so many ranks at most, each is told."""
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -20,6 +24,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
     runs = [[number for _, number in run] for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0])]
     words = [f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
     return ", ".join(words) if len(words) <= 3 or len(ranks) <= 4 else f"{words[0]}, {words[1]} … {words[-1]}"
+
+
+def stages_text(stages: Sequence[int]) -> str:
+    """``stage 0``, ``stages 0, 3``."""
+    return f"stage{'s' * (len(stages) > 1)} {ranks_text(stages)}"
 
 
 def units_text(names: Sequence[str]) -> str:
@@ -76,8 +85,8 @@ def counted(number: int, noun: str) -> str:
 def meaning(layout: Layout) -> Iterator[tuple[str, str, str]]:
     """(key, what it does, what it costs) of everything in a layout, outermost mesh axis first."""
     m = layout.mb
-    if layout.pp > 1:
-        yield f"pp={layout.pp}", f"the layers are cut into {layout.pp} stages, one a rank", _pipeline_cost(layout)
+    if layout.stages > 1 or layout.asynchronous:
+        yield f"pp={layout.pp}", _cut(layout), _pipeline_cost(layout)
     if layout.dp > 1:
         yield f"dp={layout.dp}", f"{layout.dp} replicas, each with its own samples", _sum_cost(layout)
     if layout.tp > 1:
@@ -88,28 +97,68 @@ def meaning(layout: Layout) -> Iterator[tuple[str, str, str]]:
     if layout.zero:
         yield f"zero={layout.zero}", *_zero(layout)
     if m > 1:
-        yield f"mb={m}", f"a step takes {m} micro-batches one after another", "their gradients add up and are sent once"
+        sent = "each is an update of its own" if _each(layout) > 1 else "their gradients add up and are sent once"
+        yield f"mb={m}", f"a step takes {m} micro-batches one after another", sent
     if layout.recompute != "none":
         yield f"recompute={layout.recompute}", *_recompute(layout)
-    if layout.ranks == m == 1:
+    if layout.ranks == layout.stages == m == 1 and not layout.asynchronous:
         yield "dp=1", "one process has everything", "nothing is sent"
 
 
+def _cut(layout: Layout) -> str:
+    v = layout.chunks
+    each = "one a rank" if v == 1 else f"{v} a rank: {stages_text(_seen(layout).stages_at(0))} on the first"
+    return f"the layers are cut into {counted(layout.stages, 'stage')}, {each}"
+
+
 def _pipeline_cost(layout: Layout) -> str:
-    p, m = layout.pp, layout.mb
-    if layout.schedule == "gpipe":
-        kept = f"a stage keeps the activations of all {m} micro-batches"
-    else:
-        kept = f"stage s keeps the activations of at most {p} − s micro-batches"
-    return f"{layout.schedule}: {kept}; a rank idles at least (P−1)/(M+P−1) = {(p - 1) / (m + p - 1):.0%} of a step"
+    """What the order of passes comes to, on the clock."""
+    seen = _seen(layout)
+    kept = f"activations of {_along(seen.peaks)} micro-batch" + "es" * (max(seen.peaks) != 1)
+    if not layout.asynchronous:
+        made = " (the order is made for that)" if layout.schedule == "list" else ""
+        idle = f"a rank idles {seen.bubble_share:.0%} of a step"
+        alike = "where a forward pass and either half of a backward pass take the same time"
+        return f"{layout.schedule}: {kept} are kept; {alike}{made}, {idle}"
+    versions = f"{_along(seen.weight_versions)} versions of the weights besides the optimizer's"
+    old = "one update" if layout.schedule == "2bw" else f"{_along([n - 1 for n in seen.weight_versions])} updates"
+    return (
+        f"{layout.schedule}: {kept} and {versions} are kept; no rank waits for the end of a step; "
+        f"gradients are those of weights {old} old"
+    )
+
+
+def _seen(layout: Layout) -> Pipeline:
+    return _pipeline(layout.schedule, layout.pp, layout.mb, layout.chunks)
+
+
+_pipeline = cache(pipeline)
+
+
+def _along(values: Sequence[float]) -> str:
+    """Numbers along the pipeline: ``4``, ``4, 3, 2, 1``, ``16, 15 … 1``."""
+    words = [clock(value) for value in values]
+    if len(set(words)) == 1:
+        return words[0]
+    return ", ".join(words) if len(words) <= _PLACES else f"{words[0]}, {words[1]} … {words[-1]}"
+
+
+def _each(layout: Layout) -> int:
+    """How many times a step replicas sum their gradients: as often as it updates."""
+    return layout.mb if layout.schedule == "pipedream" else 1
+
+
+def _when(layout: Layout) -> str:
+    return "once a step" if _each(layout) == 1 else "after each micro-batch"
 
 
 def _sum_cost(layout: Layout) -> str:
     n = layout.alike
     if layout.zero or n == 1:
         return ""
-    summed = f"gradients are summed{_over(layout)} once a step"
-    return f"{summed}; words received for each of its parameters: 2(N−1)/N = {_twice(n):.3g}"
+    summed = f"gradients are summed{_over(layout)} {_when(layout)}"
+    times, formula = _each(layout), "2M(N−1)/N" if _each(layout) > 1 else "2(N−1)/N"
+    return f"{summed}; words received for each of its parameters: {formula} = {times * _twice(n):.3g}"
 
 
 def _over(layout: Layout) -> str:
@@ -135,13 +184,13 @@ def _zero(layout: Layout) -> tuple[str, str]:
         what += f", in groups of {g} {'ranks' if _over(layout) else 'replicas'}"
     elif side > 1:
         what += f", those of vectors by {n * side}, over a too"
-    scattered, scatters, gathered, gathers, about = "once a step", 1, "after the update", 1, ""
-    if layout.zero == 3 and layout.pp > 1:
+    scattered, scatters, gathered, gathers, about = _when(layout), _each(layout), "after the update", _each(layout), ""
+    if layout.zero == 3 and layout.stages > 1:
         # Its micro-batches overlap: what has been gathered stays until the step's last use of it.
         gathered = "when first used"
     elif layout.zero == 3:
         scattered, scatters, gathered, gathers, about = "after each pass", m, "for each pass", 2 * m, "at most "
-    words = (gathers + scatters) * (g - 1) / g + _twice(n // g or 1) / g
+    words = (gathers + scatters) * (g - 1) / g + _each(layout) * _twice(n // g or 1) / g
     whose = "each of their elements" if only_vectors else "each of its parameters"
     return what, (
         f"gradients are scattered {scattered}, parameters gathered {gathered}; "

@@ -67,7 +67,7 @@ class OnGrid(ABC):
     def __init__(self, sizes: Mapping[str, int], axes: Axes) -> None:
         self.sizes, self.axes = dict(sizes), axes
         self.extent = Extent()
-        self._matrix = (0, 0)  # the output matrix: vocabulary, hidden size
+        self._matrices: dict[str, tuple[int, int]] = {}  # embedding and output matrix: vocabulary, hidden size
 
     @abstractmethod
     def first(self, in_features: int, mesh: Mesh) -> Ports:
@@ -92,6 +92,8 @@ class OnGrid(ABC):
 
     def place(self, role: Role, module: str, parameter: str, shape: Sequence[int]) -> Rule:
         """Where the ``parameter`` (its local name) of ``module``, of full ``shape``, lies."""
+        if role.kind in ("embed", "head") and len(shape) == 2:
+            self._matrices[role.kind] = shape[0], shape[1]  # all ranks see all, also what they do not hold
         axes = self.axes
         outer: str | None
         inner: tuple[str, ...] = ()
@@ -120,12 +122,11 @@ class OnGrid(ABC):
         if role.kind == "norm" and self.axes.hidden:
             return divided_norm(module, mesh.over(self.axes.hidden))
         if role.kind == "loss":
-            size, hidden = self._matrix
+            size, hidden = self._matrices.get("head") or self._matrices["embed"]  # where they are one
             z_loss = getattr(module, "z_loss", 0.0)
             return VocabularyCrossEntropy(self.logits(hidden, mesh), self._vocabulary(size, mesh), z_loss)
         if role.kind == "embed":
             table = cast(nn.Embedding, module)
-            self._matrix = table.num_embeddings, table.embedding_dim
             ports, vocabulary = self.first(table.embedding_dim, mesh), self._vocabulary(table.num_embeddings, mesh)
             return VocabularyEmbedding(table, ports, vocabulary, self._streamed(mesh.coords))
         if role.kind not in FIRST + SECOND:
@@ -135,15 +136,15 @@ class OnGrid(ABC):
             return self.linear(linear, self.second(linear.in_features, mesh), (), mesh)
         ports = self.first(linear.in_features, mesh)
         if role.kind == "head":
-            self._matrix = linear.out_features, linear.in_features
             vocabulary = self._vocabulary(linear.out_features, mesh)
-            return VocabularyHead(linear, ports, vocabulary, mesh.over(*self.axes.attended))
+            return VocabularyHead(linear, ports, vocabulary, mesh.over(*self.axes.attended), self.extent)
         rows = self._rows(role, [total for _, total in role.parts], self.axes.columns, mesh.coords)
         return self.linear(linear, ports, tuple(stop - start for start, stop in rows), mesh)
 
     def see(self, ctx: Context) -> None:
         """A layer is about to run under ``ctx``."""
-        self.extent.positions = ctx.length
+        self.extent.positions, self.extent.samples = ctx.length, ctx.samples
+        self.extent.newest = ctx.newest is not None
 
     def localise(self, ctx: Context, coords: Coords) -> Context:
         """What of a micro-batch's context is this rank's. Attention sees whole sequences of some samples, and so their
@@ -152,9 +153,10 @@ class OnGrid(ABC):
         axes = self.axes
         attended, stream = self._attended(coords), self._streamed(coords)
         rope, mask, labels, positions, noise = ctx.rope, ctx.mask, ctx.labels, ctx.positions, ctx.noise
+        newest = ctx.newest
         if attended.parts > 1:
             rope = rope and (attended.of_each(rope[0]), attended.of_each(rope[1]))
-            mask = None if mask is None else attended.of_each(mask, True)
+            mask = None if mask is None else attended.of_each(mask)
             labels = None if labels is None else stream.of(labels, IGNORED)
             positions = None if positions is None else stream.of_each(positions)
             noise = noise and replace(noise, rows=stream.of(noise.rows))
@@ -163,9 +165,10 @@ class OnGrid(ABC):
             first = coords[axes.positions] * size
             positions = None if positions is None else pad(positions[:, first : first + size], 1, size)
             noise = noise and noise.part(first, size)
+            newest = None if newest is None else newest % size
         if axes.hidden:
             noise = noise and replace(noise, block=coords[axes.hidden])
-        return replace(ctx, rope=rope, mask=mask, labels=labels, positions=positions, noise=noise)
+        return replace(ctx, rope=rope, mask=mask, labels=labels, positions=positions, noise=noise, newest=newest)
 
     def _whole(self, role: Role, module: str, parameter: str, shape: Sequence[int]) -> Rule:
         """All of it on every rank, which sees the same as the others unless it has rows or heads of its own."""

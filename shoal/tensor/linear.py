@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal.model.linear import later, weight_gradient
 from shoal.tensor.blocks import block_linear
-from shoal.tensor.ports import Ports, Still
+from shoal.tensor.ports import Ports
 
 
 class DividedLinear(nn.Module):
@@ -37,10 +37,15 @@ class DividedLinear(nn.Module):
         return y.split(self.parts, dim=-1) if self.parts else y
 
     def block(self, x: Tensor) -> Tensor:
-        if not isinstance(self.ports.weight, Still):
-            return block_linear(x, self.weight, self.bias, self.ports)
-        y: Tensor = _Linear.apply(x, self.weight, self.bias, self.ports)  # type: ignore[no-untyped-call]
-        return y
+        return divided_linear(x, self.weight, self.bias, self.ports)
+
+
+def divided_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ports: Ports) -> Tensor:
+    """This rank's block of the output [..., out], of its blocks of the input [..., in], ``weight`` and ``bias``."""
+    if ports.weight.parts > 1:
+        return block_linear(x, weight, bias, ports)
+    y: Tensor = _Linear.apply(x, weight, bias, ports)  # type: ignore[no-untyped-call]
+    return y
 
 
 class _Linear(Function):
@@ -50,7 +55,7 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ports: Ports) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.ports, x_length = weight, ports, ports.x.full(x)
-        alone = isinstance(ports.y, Still)
+        alone = not ports.y.sums
         term = F.linear(ports.x.start_enter(x, x_length).wait(), weight, bias if alone else None)
         ctx.lengths = x_length, term.shape[ports.y.dim]
         y = ports.y.start_leave(term).wait()

@@ -31,7 +31,8 @@ def divided_norm(module: nn.Module, group: Group) -> nn.Module:
 
     ``module`` is an ``nn.RMSNorm``, an ``nn.LayerNorm`` or an :class:`~shoal.model.norms.RMSNormPlusOne`, of a width
     that the ranks of ``group`` have in equal blocks, in the group's order; only its ``eps``, weight and bias are read.
-    Raises :class:`LayoutError` for any other module: what that computes is not known.
+    Raises :class:`LayoutError` for any other module, since what that computes is not known, and for one over several
+    dims.
     """
     if group.size == 1:
         return module
@@ -40,6 +41,9 @@ def divided_norm(module: nn.Module, group: Group) -> nn.Module:
         known = ", ".join(norm.__name__ for norm in NORMS.values())
         problem = f"its features cannot be divided over {group.size} ranks"
         raise LayoutError(setting("norm", type(module).__name__, problem, f"use one of {known}, or tp=N:1d"))
+    if len(shape := getattr(module, "normalized_shape", (0,))) > 1:
+        problem = f"only norms over one dim can be divided over {group.size} ranks"
+        raise LayoutError(setting("norm", f"{type(module).__name__} of {tuple(shape)}", problem, "use tp=N:1d"))
     return DividedNorm(cast(nn.RMSNorm | RMSNormPlusOne | nn.LayerNorm, module), group)
 
 
@@ -70,7 +74,7 @@ class _Norm(Function):
         ctx: Any, x: Tensor, scale: Tensor | None, bias: Tensor | None, eps: float, centred: bool, group: Group
     ) -> Tensor:
         exact = x.to(_exact(x.dtype))
-        mean, square = _moments(exact, group) if centred else (None, _mean_square(exact, group))
+        mean, square = _moments(exact, group) if centred else (None, _mean_square(x, group))
         inverse = square.add_(eps).rsqrt_()
         ctx.save_for_backward(x, mean, inverse, scale)
         ctx.group, ctx.bias_dtype = group, None if bias is None else bias.dtype
@@ -109,8 +113,8 @@ class _Norm(Function):
 
 def _mean_square(x: Tensor, group: Group) -> Tensor:
     """The mean [..., 1] of the squares of all features."""
-    squares = x.square().sum(-1, keepdim=True)
-    return start_sum(squares, group, PURPOSE).wait().div_(x.shape[-1] * group.size)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_exact(x.dtype)).contiguous()
+    return start_sum(norm.square_(), group, PURPOSE).wait().div_(x.shape[-1] * group.size)
 
 
 def _moments(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:

@@ -23,10 +23,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from shoal.comm.collectives import broadcast
 from shoal.comm.differentiable import (
     Arriving,
     here,
@@ -51,13 +53,24 @@ class Port(Protocol):
     def dim(self) -> int:
         """The dim that is divided."""
 
+    @property
+    def parts(self) -> int:
+        """In how many parts it is."""
+
+    @property
+    def sums(self) -> bool:
+        """Whether ranks have terms of a sum."""
+
+    def own(self, whole: Tensor, padding: float) -> Tensor:
+        """This rank's part of a ``whole`` that it has, what is too much of it being ``padding``."""
+
     def full(self, part: Tensor) -> int:
         """How long the whole is, along the dim that is divided."""
 
-    def start_enter(self, part: Tensor, length: int) -> Arriving:
+    def start_enter(self, part: Tensor, length: int) -> Arriving[Tensor]:
         """Begin to fetch the whole, ``length`` elements long, of this rank's ``part``."""
 
-    def start_leave(self, term: Tensor) -> Arriving:
+    def start_leave(self, term: Tensor) -> Arriving[Tensor]:
         """Begin to add up the ranks' terms (contiguous, and given up) into this rank's part."""
 
 
@@ -75,31 +88,30 @@ class Still:
     """Nothing moves: this rank's part is all it needs, its term all there is."""
 
     dim = 0
+    parts = 1
+    sums = False
+
+    def own(self, whole: Tensor, padding: float) -> Tensor:
+        return whole
 
     def full(self, part: Tensor) -> int:
         return part.shape[0]
 
-    def start_enter(self, part: Tensor, length: int) -> Arriving:
+    def start_enter(self, part: Tensor, length: int) -> Arriving[Tensor]:
         return here(part)
 
-    def start_leave(self, term: Tensor) -> Arriving:
+    def start_leave(self, term: Tensor) -> Arriving[Tensor]:
         return here(term)
 
 
 @dataclass(frozen=True)
-class Repeated:
+class Repeated(Still):
     """Every rank of ``group`` has, and keeps, the whole."""
 
     group: Group
-    dim = 0
+    sums = True
 
-    def full(self, part: Tensor) -> int:
-        return part.shape[0]
-
-    def start_enter(self, part: Tensor, length: int) -> Arriving:
-        return here(part)
-
-    def start_leave(self, term: Tensor) -> Arriving:
+    def start_leave(self, term: Tensor) -> Arriving[Tensor]:
         return start_sum(term, self.group, PURPOSE)
 
 
@@ -109,22 +121,35 @@ class Even:
 
     group: Group
     dim: int
+    sums = True
+
+    @property
+    def parts(self) -> int:
+        return self.group.size
+
+    def own(self, whole: Tensor, padding: float) -> Tensor:
+        size = part_size(whole.shape[self.dim], self.group.size)
+        padded = pad(whole, self.dim, size * self.group.size, padding)
+        return padded.narrow(self.dim, size * self.group.index, size)
 
     def full(self, part: Tensor) -> int:
         return part.shape[self.dim] * self.group.size
 
-    def start_enter(self, part: Tensor, length: int) -> Arriving:
+    def start_enter(self, part: Tensor, length: int) -> Arriving[Tensor]:
         return start_gather(part, self.dim, length, self.group, PURPOSE)
 
-    def start_leave(self, term: Tensor) -> Arriving:
+    def start_leave(self, term: Tensor) -> Arriving[Tensor]:
         return start_divided_sum(term, self.dim, self.group, PURPOSE)
 
 
 @dataclass
 class Extent:
-    """How many positions the micro-batch has whose layer is about to run: a rank's part of them does not tell."""
+    """What of the micro-batch whose layer is about to run a rank's part does not tell: how many positions and samples
+    it has, and whether logits of the newest position alone are wanted."""
 
     positions: int = 0
+    samples: int = 0
+    newest: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,6 +165,12 @@ class Positions(Even):
         assert part_size(found, self.group.size) == part.shape[1], f"{part.shape[1]} of {found} positions"
         return found
 
+    def newest(self, position: Tensor) -> Tensor:
+        """The newest position [B, 1, …], which is this rank's ``position`` if it has it. Without a gradient."""
+        found, length = position.clone(memory_format=torch.contiguous_format), self.extent.positions
+        broadcast(found, self.group, PURPOSE, (length - 1) // part_size(length, self.group.size))
+        return found
+
 
 @dataclass(frozen=True)
 class Shares:
@@ -148,14 +179,22 @@ class Shares:
     group: Group
     dim: int
     sizes: tuple[int, ...]
+    sums = True
+
+    @property
+    def parts(self) -> int:
+        return self.group.size
+
+    def own(self, whole: Tensor, padding: float) -> Tensor:
+        return whole.narrow(self.dim, sum(self.sizes[: self.group.index]), self.sizes[self.group.index])
 
     def full(self, part: Tensor) -> int:
         return sum(self.sizes)
 
-    def start_enter(self, part: Tensor, length: int) -> Arriving:
+    def start_enter(self, part: Tensor, length: int) -> Arriving[Tensor]:
         return start_join(part, self.dim, self.sizes, self.group, PURPOSE)
 
-    def start_leave(self, term: Tensor) -> Arriving:
+    def start_leave(self, term: Tensor) -> Arriving[Tensor]:
         return start_shared_sum(term, self.dim, self.sizes, self.group, PURPOSE)
 
 

@@ -1,7 +1,8 @@
 """Which samples of a micro-batch, and which of their positions, are a rank's, where tensor parallelism divides them.
 
-B samples are divided in order into parts of one size, the last ones padded. A sample that pads counts in no loss, so
-its gradient is zero; it only must not make numbers that are none.
+B samples are divided in order into parts of one size, the last ones padded with the last sample again. A sample that
+pads counts in no loss, so its gradient is zero, and stays so in products with what are numbers: those of a sample that
+is trained on are, those of zeros or of a token that never occurs need not be.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from shoal.comm.differentiable import part_size
@@ -32,14 +33,17 @@ class Samples:
             parts, at = parts * size, at * size + coords[name]
         return cls(parts, at, multiple)
 
-    def of(self, x: Tensor, padding: float = 0) -> Tensor:
-        """This part of ``x`` [B, …]."""
+    def of(self, x: Tensor, padding: float | None = None) -> Tensor:
+        """This part of ``x`` [B, …]; what pads it is its last sample, or ``padding``."""
         if self.parts == self.multiple == 1:
             return x
         size = part_size(len(x), self.parts * self.multiple) * self.multiple
         part = x[self.at * size : (self.at + 1) * size]
-        return F.pad(part, (*(0, 0) * (x.ndim - 1), 0, size - len(part)), value=padding)
+        if len(part) == size:
+            return part
+        last = x[-1:] if padding is None else torch.full_like(x[-1:], padding)
+        return torch.cat([part, last.expand(size - len(part), *x.shape[1:])])
 
-    def of_each(self, x: Tensor, padding: float = 0) -> Tensor:
+    def of_each(self, x: Tensor) -> Tensor:
         """This part of ``x`` [B or 1, …], which is all of it where it serves every sample."""
-        return x if len(x) == 1 else self.of(x, padding)
+        return x if len(x) == 1 else self.of(x)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -58,16 +59,23 @@ class _Summa(Function):
         ctx.weight, ctx.grid = weight, (across, down, widths)
         rows = x.flatten(0, -2).contiguous()
 
-        def start(t: int) -> tuple[Arriving, ...]:
+        def start(t: int) -> tuple[Arriving[Tensor], ...]:
             return _start_block(rows, t, widths, across), _start_block(weight, t, widths, down)
 
-        y = rows.new_zeros(rows.shape[0], weight.shape[0]) if bias is None else bias.repeat(rows.shape[0], 1)
+        # In half precision each of the q terms would round the sum once more.
+        exact = torch.promote_types(x.dtype, torch.float32)
+        y = rows.new_zeros(rows.shape[0], weight.shape[0], dtype=exact)
         coming = start(0)
         for t in range(len(widths)):
             x_t, w_t = (block.wait() for block in coming)
             coming = start(t + 1) if t + 1 < len(widths) else ()
-            y.addmm_(x_t, w_t.t())
-        return y.view(*x.shape[:-1], weight.shape[0])
+            if exact == x.dtype:
+                y.addmm_(x_t, w_t.t())
+            else:
+                y.add_(x_t @ w_t.t())
+        if bias is not None:
+            y.add_(bias)
+        return y.view(*x.shape[:-1], weight.shape[0]).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -128,7 +136,7 @@ def _sums(products: Sequence[_Product], widths: Sequence[int]) -> list[Tensor]:
     return found
 
 
-def _start_block(own: Tensor, t: int, widths: Sequence[int], group: Group) -> Arriving:
+def _start_block(own: Tensor, t: int, widths: Sequence[int], group: Group) -> Arriving[Tensor]:
     """Begin to bring the ranks of ``group`` the block [rows, widths[t]] of the one at place ``t``, its ``own``."""
     block = own if group.index == t else own.new_empty((own.shape[0], widths[t]))
     return Arriving(start_broadcast(block, group, PURPOSE, t), lambda: block)

@@ -12,7 +12,7 @@ of a chunk.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,13 +22,13 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from shoal.comm.collectives import start_all_gather
-from shoal.comm.differentiable import Arriving, joined, pad, part_size
+from shoal.comm.differentiable import Arriving, joined, part_size
 from shoal.comm.world import Group
 from shoal.layout.kinds import split_evenly
 from shoal.model.linear import scaled_gradient
 from shoal.model.loss import IGNORED, add_chunk, chunk_rows, new_gradient
-from shoal.tensor.linear import DividedLinear
-from shoal.tensor.ports import PURPOSE, Even, Port, Ports, by_part, entered, left
+from shoal.tensor.linear import DividedLinear, divided_linear
+from shoal.tensor.ports import PURPOSE, Extent, Port, Ports, Positions, Still, by_part, entered, left
 from shoal.tensor.samples import Samples
 
 
@@ -69,15 +69,23 @@ class VocabularyEmbedding(nn.Module):
 
 class VocabularyHead(DividedLinear):
     """This rank's block of an output matrix; its block of the stream to all logits [B, T, vocabulary] on every rank,
-    where samples are divided over ``rows`` with those that pad them."""
+    of B samples that are divided over ``rows``; or, from one position of the stream on each rank, to those
+    [B, 1, vocabulary] of the newest, as ``extent`` tells."""
 
-    def __init__(self, linear: nn.Linear, ports: Ports, vocabulary: Vocabulary, rows: Group) -> None:
+    def __init__(self, linear: nn.Linear, ports: Ports, vocabulary: Vocabulary, rows: Group, extent: Extent) -> None:
         super().__init__(linear, ports)
-        self.vocabulary, self.rows = vocabulary, rows
+        self.vocabulary, self.rows, self.extent = vocabulary, rows, extent
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = joined(self.block(x), -1, self.vocabulary.rows, self.vocabulary.group, PURPOSE)
-        return joined(logits, 0, (len(logits),) * self.rows.size, self.rows, PURPOSE)
+        ports = self.ports
+        if self.extent.newest and isinstance(ports.x, Positions):
+            x, ports = ports.x.newest(x), replace(ports, x=Still())
+        logits = divided_linear(x, self.weight, self.bias, ports)
+        size, samples = len(logits), self.extent.samples
+        sizes = [min(size, max(0, samples - size * at)) for at in range(self.rows.size)]  # without those that pad
+        logits = logits[: sizes[self.rows.index]]
+        logits = joined(logits, -1, self.vocabulary.rows, self.vocabulary.group, PURPOSE)
+        return joined(logits, 0, sizes, self.rows, PURPOSE)
 
 
 class VocabularyCrossEntropy(nn.Module):
@@ -117,7 +125,7 @@ class _CrossEntropy(Function):
         needs_x, needs_weight = (needed and training for needed in ctx.needs_input_grad[:2])
         entering_weight = ports.weight.start_enter(weight, ports.weight.full(weight))
         x = x_BSH.reshape(1, -1, x_BSH.shape[-1])
-        parts = _parts(ports.x)
+        parts = ports.x.parts if ports.x.dim == 1 else 1  # in which the rows lie on different ranks
         labels = by_part(labels_BT, parts, IGNORED)
         grad_x = torch.empty_like(x) if needs_x else None
         total = x.new_zeros((), dtype=_exact(x.dtype))
@@ -126,12 +134,15 @@ class _CrossEntropy(Function):
         grad_weight = new_gradient(weight_VH, chunks[0].stop, x.shape[1]) if needs_weight else None
         space = x.new_empty((chunks[0].stop * parts, weight_VH.shape[0]))
         arriving = _start_enter(x, chunks[0], ports.x)
-        leaving: list[tuple[slice, Arriving]] = []
+        leaving: list[tuple[slice, Arriving[Tensor]]] = []
         for number, chunk in enumerate(chunks):
             x_MH = arriving.wait()[0]
             if number + 1 < len(chunks):
                 arriving = _start_enter(x, chunks[number + 1], ports.x)
-            label = _own(labels[:, chunk].flatten(), ports.y)
+            label = labels[:, chunk].reshape(1, -1)
+            # Rows that do not count have logits of zero: then theirs are numbers, and zero times them is zero.
+            x_MH = x_MH.masked_fill((label == IGNORED).view(-1, 1), 0.0)
+            label = ports.y.own(label, IGNORED)[0]
             row, mine = vocabulary.find(label, weight_VH)
             logits_MV = torch.mm(x_MH, weight_VH.t(), out=space[: len(x_MH)])
             logits_MV = ports.y.start_leave(logits_MV[None]).wait()[0]
@@ -172,31 +183,18 @@ class _CrossEntropy(Function):
         )
 
 
-def _parts(port: Port) -> int:
-    """In how many parts the rows [1, rows, …] of a stream lie on different ranks."""
-    return port.group.size if isinstance(port, Even) and port.dim == 1 else 1
-
-
-def _own(labels_M: Tensor, port: Port) -> Tensor:
-    """Of the labels of all rows of a chunk, those of the rows of logits that stay here."""
-    if not isinstance(port, Even):
-        return labels_M
-    size = part_size(len(labels_M), port.group.size)
-    return pad(labels_M, 0, size * port.group.size, IGNORED)[port.group.index * size :][:size]
-
-
 def _chunks(rows: int, parts: int, vocabulary: int, hidden: int) -> list[slice]:
     """Which of this rank's ``rows`` to take at a time, the same on all ranks; the others' come with them."""
     step = max(1, chunk_rows(rows * parts, vocabulary, hidden) // parts)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def _start_enter(x: Tensor, chunk: slice, port: Port) -> Arriving:
+def _start_enter(x: Tensor, chunk: slice, port: Port) -> Arriving[Tensor]:
     part = x[:, chunk]
     return port.start_enter(part, port.full(part))
 
 
-def _land(leaving: list[tuple[slice, Arriving]], grad_x: Tensor) -> None:
+def _land(leaving: list[tuple[slice, Arriving[Tensor]]], grad_x: Tensor) -> None:
     """Put what is under way in its place."""
     for chunk, arriving in leaving:
         grad_x[:, chunk] = arriving.wait()

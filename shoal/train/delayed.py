@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.config import Optimizer
 from shoal.model.decoder import Decoder
 from shoal.model.loss import IGNORED
-from shoal.train.reference import PlainTrainer, Reference
+from shoal.train.reference import PlainTrainer, Reference, norm_of
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class DelayedReference(Reference):
 
 
 class DelayedTrainer(PlainTrainer):
-    """Trains a materialised decoder by the recurrence, an update a call of ``step``.
+    """Trains a materialised decoder by the recurrence.
 
-    ``rate(step)`` scales the learning rate and ``seed`` keys dropout, as they do for :class:`PlainTrainer`; a step has
-    ``updates`` updates.
+    ``rate(step)`` scales the learning rate and ``seed`` keys dropout, as they do for :class:`PlainTrainer`. A step has
+    ``updates`` updates: each of ``replicas`` has an equal part of its batch, and divides that over them in order.
     """
 
     def __init__(
@@ -58,62 +58,47 @@ class DelayedTrainer(PlainTrainer):
         seed: int,
         groups: Sequence[Delayed],
         updates: int = 1,
+        replicas: int = 1,
     ) -> None:
         super().__init__(model, config, rate, seed)
-        self.groups, self.updates = groups, updates
+        self.groups, self.updates, self.replicas = groups, updates, replicas
         self.update_number = 0
-        self._versions = [self._copy()]
+        self._versions = [self.weights()]
         """Those since the last drain: of t updates, the last is W^(t)."""
 
     def drain(self) -> None:
         """All updates are made: the stream begins anew from the newest weights."""
         self._versions = self._versions[-1:]
 
-    def step(self, batch: Mapping[str, Tensor]) -> DelayedReference:
+    def advance(self, batch: Mapping[str, Tensor]) -> DelayedReference:
         """One update from ``batch``: the whole batch of 2BW, a micro-batch of PipeDream (of all replicas together)."""
         self.step_number = self.update_number // self.updates
-        self.model.train()
-        t = len(self._versions) - 1
+        newest = len(self._versions) - 1
         for group in self.groups:
-            self._use(self._versions[max(0, t - group.delay)], group.names)
-        parameters = dict(self.model.named_parameters())
-        for parameter in parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
-        loss, count = self.summed_loss(batch)
-        loss = loss / count
-        loss.backward()
-        gradients = {name: _grad(parameter).clone() for name, parameter in parameters.items()}
-        norms = [_norm([gradients[name] for name in group.names]) for group in self.groups]
+            self._use(self._versions[max(0, newest - group.delay)], group.names)
+        loss, gradients = self.gradients(batch)
+        norms = [norm_of([gradients[name] for name in group.names]) for group in self.groups]
         for group, norm in zip(self.groups, norms, strict=True):
-            if 0 < self.config.clip < norm:
-                for name in group.names:
-                    _grad(parameters[name]).mul_(self.config.clip / norm)
-        self._use(self._versions[t], tuple(parameters))
-        for weight in self._weights.values():
-            weight.take_gradient()
-        for optimizer in self.optimizers:
-            for settings in optimizer.param_groups:
-                settings["lr"] = self.config.lr * self.rate(self.step_number) * settings["share"]
-            optimizer.step()
-        self._versions.append(self._copy())
+            self.clip(group.names, norm)
+        self._use(self._versions[newest], tuple(gradients))
+        self.update()
+        self._versions.append(self.weights())
         self.update_number += 1
-        return DelayedReference(
-            loss.item(), _norm(list(gradients.values())), gradients, self._versions[-1], tuple(norms)
-        )
+        return DelayedReference(loss, norm_of(gradients.values()), gradients, self._versions[-1], tuple(norms))
 
-    def summed_loss(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of all counted tokens, and how many these are, both scalars."""
-        ctx = self.model.context(batch, seed=self.seed, step=self.step_number, train=True)
-        labels, ctx.labels = ctx.labels, None
-        assert labels is not None
-        logits = self.model(batch, ctx)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        if self.model.shape.z_loss:
-            loss = loss + self.model.shape.z_loss * logits.logsumexp(-1)[labels != IGNORED].square().sum()
-        return loss, (labels != IGNORED).sum().clamp(min=1)
-
-    def _copy(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+    def step(self, batch: Mapping[str, Tensor]) -> Reference:
+        """All updates of one step. Its loss is the mean over all tokens that count, its norm the root mean square of
+        the updates' norms; it has no gradients of its own."""
+        shape = self.replicas, self.updates, -1
+        parts = {name: one.unflatten(0, shape).transpose(0, 1) for name, one in batch.items()}
+        found, counts = [], []
+        for number in range(self.updates):
+            micro_batch = {name: one[number].flatten(0, 1) for name, one in parts.items()}
+            counts.append(int((micro_batch["labels"] != IGNORED).sum()))
+            found.append(self.advance(micro_batch))
+        loss = sum(one.loss * count for one, count in zip(found, counts, strict=True)) / max(1, sum(counts))
+        norm = sqrt(sum(one.grad_norm**2 for one in found) / self.updates)
+        return Reference(loss, norm, {}, found[-1].weights)
 
     @torch.no_grad()
     def _use(self, version: Mapping[str, Tensor], names: Sequence[str]) -> None:
@@ -128,25 +113,17 @@ def pipedream(
     seed: int,
     stage_of: Mapping[str, int],
     micro_batches: int,
+    replicas: int = 1,
 ) -> DelayedTrainer:
-    """``stage_of`` is the stage of each parameter; a step has ``micro_batches`` updates."""
+    """``stage_of`` is the stage of each parameter; a step has an update for each of its ``micro_batches``."""
     groups = [
         Delayed(max(stage_of.values()) - stage, tuple(name for name, its in stage_of.items() if its == stage))
         for stage in sorted(set(stage_of.values()))
     ]
-    return DelayedTrainer(model, config, rate, seed, groups, micro_batches)
+    return DelayedTrainer(model, config, rate, seed, groups, micro_batches, replicas)
 
 
 def two_bw(model: Decoder, config: Optimizer, rate: Callable[[int], float], seed: int) -> DelayedTrainer:
     """A step has one update, from its whole batch; all gradients are clipped by the norm of all."""
     everything = Delayed(1, tuple(name for name, _ in model.named_parameters()))
     return DelayedTrainer(model, config, rate, seed, [everything])
-
-
-def _norm(gradients: Sequence[Tensor]) -> float:
-    return torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().item()
-
-
-def _grad(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad

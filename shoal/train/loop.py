@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,21 +32,27 @@ from shoal.train.samples import open_splits, parts_of
 from shoal.train.setup import Source, batch_size, make_engine, make_model
 from shoal.train.speak import Prompt, pieces
 from shoal.train.start import keep_companions
+from shoal.train.tracing import Tracing
 
 
-def train(world: World, config: Config, layout: Layout, watch: Callable[[], Sequence[Sink]]) -> dict[str, Any]:
+def train(
+    world: World, config: Config, layout: Layout, watch: Callable[[], Sequence[Sink]], trace: bool = False
+) -> dict[str, Any]:
     """Train from the newest checkpoint of the run, or from the start, to the last step.
 
     ``layout`` fits ``world`` (see :func:`~shoal.train.setup.fit`). ``watch()`` makes further sinks, on the first rank.
+    With ``trace``, what happens in some steps is written down (:mod:`shoal.train.tracing`).
     Returns the last step and the validation loss there (None without a validation split).
     """
-    return _Run(world, config, layout, watch).train()
+    return _Run(world, config, layout, watch, trace).train()
 
 
 class _Run:
     """What the loop holds."""
 
-    def __init__(self, world: World, config: Config, layout: Layout, watch: Callable[[], Sequence[Sink]]) -> None:
+    def __init__(
+        self, world: World, config: Config, layout: Layout, watch: Callable[[], Sequence[Sink]], trace: bool
+    ) -> None:
         self.world, self.config = world, config
         self.folder = run_folder(config)
         self.source, self.validation = open_splits(config)
@@ -58,6 +64,7 @@ class _Run:
         self.hashes: dict[int, str] = {}
         """Of the samples of steps that have not finished."""
         continues = self._resume()
+        self.tracing = Tracing(self.engine, self.folder, self.steps - self.engine.steps_done) if trace else None
         if world.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "run.toml").write_text(toml(config), encoding="utf-8")
@@ -72,6 +79,8 @@ class _Run:
             loss = self._steps()
             self._drain()
             self._sample()
+            if self.tracing is not None and (traced := self.tracing.write()) is not None:
+                self._tell("trace", **traced)
             self._tell("end", step=self.engine.steps_done, validation_loss=loss)
             return {"step": self.engine.steps_done, "validation_loss": loss}
         finally:
@@ -87,7 +96,8 @@ class _Run:
             started = time.perf_counter()
             batch = self.source.batch(step, self.engine.mesh.coords["dp"], engine.layout.dp)
             try:
-                engine.step(batch)
+                with self.tracing.around(step) if self.tracing is not None else nullcontext():
+                    engine.step(batch)
             except Diverged:
                 self._skipped(step, before, samples)
                 raise

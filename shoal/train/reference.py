@@ -6,7 +6,7 @@ is shared with the engine but the model and the initial weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -61,7 +61,28 @@ class PlainTrainer:
 
     def step(self, batch: Mapping[str, Tensor]) -> Reference:
         """One step over the whole batch."""
+        loss, gradients = self.gradients(batch)
+        norm = norm_of(gradients.values())
+        self.clip(gradients, norm)
+        self.update()
+        self.step_number += 1
+        return Reference(loss, norm, gradients, self.weights())
+
+    def drain(self) -> None:
+        """End what is under way: nothing, where each step ends with its update."""
+
+    def gradients(self, batch: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+        """The mean loss of a batch and its gradients, which are copies of those of the parameters."""
         self.model.train()
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        total, count = self.summed_loss(batch)
+        loss = total / count.clamp(min=1)
+        loss.backward()
+        return loss.item(), {name: _grad(p).clone() for name, p in self.model.named_parameters()}
+
+    def summed_loss(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The sum of the losses of all tokens that count, and how many these are, both scalars."""
         ctx = self.model.context(batch, seed=self.seed, step=self.step_number, train=True)
         labels, ctx.labels = ctx.labels, None
         assert labels is not None
@@ -70,24 +91,31 @@ class PlainTrainer:
         if self.model.shape.z_loss:
             log_sums = logits.logsumexp(-1)[labels != IGNORED]
             loss = loss + self.model.shape.z_loss * log_sums.square().sum()
-        loss = loss / (labels != IGNORED).sum().clamp(min=1)
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        loss.backward()
-        gradients = {name: _grad(p).clone() for name, p in self.model.named_parameters()}
-        norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt().item()
+        return loss, (labels != IGNORED).sum()
+
+    def clip(self, names: Iterable[str], norm: float) -> None:
+        """Clip the gradients of the parameters called ``names``, whose norm is ``norm``."""
         if 0 < self.config.clip < norm:
-            for parameter in self.model.parameters():
-                _grad(parameter).mul_(self.config.clip / norm)
+            for name in names:
+                _grad(self.model.get_parameter(name)).mul_(self.config.clip / norm)
+
+    def update(self) -> None:
+        """Have the optimizers apply the parameters' gradients."""
         for weight in self._weights.values():
             weight.take_gradient()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.config.lr * self.rate(self.step_number) * group["share"]
             optimizer.step()
-        self.step_number += 1
-        weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        return Reference(loss.item(), norm, gradients, weights)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of all parameters, by name."""
+        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+
+
+def norm_of(gradients: Iterable[Tensor]) -> float:
+    """The norm of several gradients together."""
+    return torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().item()
 
 
 def _logical(model: Decoder) -> Iterator[tuple[str, _Weight]]:

@@ -5,6 +5,10 @@ loss, the gradient norm (a wrong count of copies moves the loss by a millionth, 
 before clipping (clipping would hide an error of scale), the weights after each update, and the copies of a tensor that
 several ranks hold. Labels are masked unequally between samples, so a mean of means shows.
 
+An asynchronous pipeline computes something else than one process by design: it is held to the recurrence that defines
+it (:mod:`~shoal.train.delayed`), at the same tolerance. Between two drains its ranks have weights of different ages, so
+weights are compared after drains: one in the middle, from which the stream begins anew, and the last.
+
 Full tensors are assembled from the boxes that the ranks hold into NaN, so a box that nobody holds shows too.
 """
 
@@ -21,17 +25,22 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shoal.build import stages_of
 from shoal.comm.world import World
 from shoal.config import Config
 from shoal.data.batches import Batch, mask_labels
 from shoal.errors import LayoutError, setting
 from shoal.layout import Layout
+from shoal.model.decoder import Decoder
 from shoal.placement import Box, Fragment, assemble
+from shoal.train.delayed import pipedream, two_bw
 from shoal.train.pool import Pool
 from shoal.train.reference import PlainTrainer
 from shoal.train.setup import fit, learning_rate, make_engine, make_model, materialise_alone, open_data
 
 STEPS = 5
+DRAIN_AFTER = 3
+"""Steps of an asynchronous pipeline before it is drained in the middle."""
 TOLERANCE = {"float64": 1e-9, "float32": 2e-5}
 """Largest relative differences. In half precision rounding is larger than what a fault does, so nothing is proved."""
 
@@ -40,9 +49,10 @@ TOLERANCE = {"float64": 1e-9, "float32": 2e-5}
 class Report:
     """What was compared and how far apart it was, worst step each.
 
-    ``max_rel`` has loss, grad_norm, grad, weight; ``drift`` is the largest difference between copies. ``worst`` maps
-    "gradient NAME" and "weight NAME" to the relative difference of that tensor. ``faults`` says in words what
-    disagrees; the layout agrees when there is none.
+    ``max_rel`` has loss, grad_norm, grad (unless the pipeline is asynchronous) and weight; ``drift`` is the largest
+    difference between copies. ``worst`` maps "gradient NAME" and "weight NAME" to the relative difference of that
+    tensor. ``truth`` says in words what the layout was compared with, and ``faults`` what disagrees; the layout agrees
+    when there is none.
     """
 
     layout: str
@@ -52,6 +62,7 @@ class Report:
     drift: float = 0.0
     worst: dict[str, float] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+    truth: str = "one process"
 
     @property
     def agree(self) -> bool:
@@ -61,6 +72,7 @@ class Report:
         return {
             "agree": self.agree,
             "layout": self.layout,
+            "compared_with": self.truth,
             "steps": self.steps,
             "tolerance": self.tolerance,
             "max_rel": self.max_rel,
@@ -93,24 +105,49 @@ def verify(config: Config, layout: Layout, pool: Pool, steps: int = STEPS) -> Re
 
 
 def run_reference(world: World, config: Config, layout: Layout, steps: int, folder: Path) -> list[_Scalars]:
-    """Train in one process; leave every gradient and weight of every step in ``folder``."""
+    """Train in one process; leave every gradient and weight of the steps that are compared in ``folder``."""
     model = make_model(config, layout)
     parameters = {one.name: one for one in materialise_alone(model, config.run.seed)}
-    trainer = PlainTrainer(model, config.optimizer, learning_rate(config), config.run.seed)
+    trainer = _trainer(config, layout, model)
     source, scalars = open_data(config), []
     for step in range(steps):
         result = trainer.step(_masked(source.batch(step), config))
         scalars.append(_Scalars(result.loss, result.grad_norm))
-        fragments = [h for name, g in result.gradients.items() for h in parameters[name].fragments("gradient", g)]
-        fragments += [h for name, w in result.weights.items() for h in parameters[name].fragments("weight", w)]
-        _write(folder / f"truth-{step}", fragments)
+        if step in _compared(layout, steps):
+            trainer.drain()
+            fragments = [h for name, g in result.gradients.items() for h in parameters[name].fragments("gradient", g)]
+            fragments += [h for name, w in result.weights.items() for h in parameters[name].fragments("weight", w)]
+            _write(folder / f"truth-{step}", fragments)
     return scalars
 
 
+def _trainer(config: Config, layout: Layout, model: Decoder) -> PlainTrainer:
+    """What computes in one process what ``layout`` is to compute."""
+    common = model, config.optimizer, learning_rate(config), config.run.seed
+    if not layout.asynchronous:
+        return PlainTrainer(*common)
+    if layout.schedule == "2bw":
+        return two_bw(*common)
+    layers = model.layers()
+    stage_of = {
+        f"{layers[unit][0]}.{name}": stage
+        for stage, units in enumerate(stages_of(layout, layers, model.roles))
+        for unit in units
+        for name, _ in layers[unit][1].named_parameters()
+    }
+    return pipedream(*common, stage_of, layout.mb, layout.dp)
+
+
+def _compared(layout: Layout, steps: int) -> set[int]:
+    """The steps after which tensors are compared: all, or those before a drain."""
+    return {min(DRAIN_AFTER, steps) - 1, steps - 1} if layout.asynchronous else set(range(steps))
+
+
 def run_layout(world: World, config: Config, layout: Layout, steps: int, folder: Path) -> list[_Scalars]:
-    """Train under ``layout``; leave what this rank holds of every gradient and weight of every step in ``folder``."""
+    """Train under ``layout``; leave what this rank holds of every gradient and weight of the steps that are compared
+    in ``folder``."""
     engine = make_engine(config, layout, world)
-    source, scalars = open_data(config), []
+    source, results = open_data(config), []
     gradients: list[Fragment] = []
 
     def keep_gradients() -> None:
@@ -119,12 +156,14 @@ def run_layout(world: World, config: Config, layout: Layout, steps: int, folder:
     engine.on_gradients = keep_gradients
     for step in range(steps):
         part, parts = engine.mesh.coords["dp"], engine.layout.dp
-        result = engine.step(_masked(source.batch(step, part, parts), config))
-        assert result is not None
-        scalars.append(_Scalars(result.loss, result.grad_norm))
-        weights = [fragment for fragment in engine.fragments() if fragment.kind == "weight"]
-        _write(folder / f"rank{world.rank}-{step}", gradients + weights)
-    return scalars
+        engine.step(_masked(source.batch(step, part, parts), config))
+        if step in _compared(layout, steps):
+            engine.drain()
+            weights = [fragment for fragment in engine.fragments() if fragment.kind == "weight"]
+            _write(folder / f"rank{world.rank}-{step}", gradients + weights)
+        results += engine.finished()
+    assert [result.step for result in results] == list(range(1, steps + 1))
+    return [_Scalars(result.loss, result.grad_norm) for result in results]
 
 
 def _masked(batch: Batch, config: Config) -> Batch:
@@ -133,6 +172,8 @@ def _masked(batch: Batch, config: Config) -> Batch:
 
 def _compare(layout: Layout, steps: int, folder: Path, truth: list[_Scalars], found: list[list[_Scalars]]) -> Report:
     report = Report(str(layout), steps, TOLERANCE[layout.dtype])
+    if layout.asynchronous:
+        report.truth = f"one process with gradients as old as those of {layout.schedule}"
     for key in ("loss", "grad_norm"):
         report.max_rel[key] = _worst(
             abs(getattr(ours[step], key) - getattr(truth[step], key)) / max(abs(getattr(truth[step], key)), 1e-300)
@@ -141,9 +182,9 @@ def _compare(layout: Layout, steps: int, folder: Path, truth: list[_Scalars], fo
         )
         if not report.max_rel[key] <= report.tolerance:
             report.faults.append(f"{key} differs by {report.max_rel[key]:.2e} (relative)")
-    for step in range(steps):
+    for step in sorted(_compared(layout, steps)):
         _compare_tensors(report, folder, step)
-    for kind, key in (("gradient", "grad"), ("weight", "weight")):
+    for kind, key in (("gradient", "grad"), ("weight", "weight"))[layout.asynchronous :]:
         report.max_rel[key] = _worst(rel for name, rel in report.worst.items() if name.startswith(kind))
     for name, rel in sorted(report.worst.items(), key=lambda item: (isfinite(item[1]), -item[1])):
         if not rel <= report.tolerance:

@@ -22,7 +22,7 @@ from shoal.report.wording import ranks_text
 
 DOCUMENTED = {
     "layout": "dp=2,tp=2:1d-sp,pp=2:1f1b,zero=3,mb=4", "layout-2d": "tp=4:2d", "layout-2.5d": "tp=8:2.5d",
-    "layout-3d": "tp=8:3d", "layout-1x2x2": "tp=4:1x2x2",
+    "layout-3d": "tp=8:3d", "layout-1x2x2": "tp=4:1x2x2", "layout-zb-v": "pp=2:zb-v,mb=4",
 }  # fmt: skip
 
 
@@ -57,8 +57,8 @@ def test_each_rank_and_what_it_holds_is_labelled(line: str) -> None:
     assert {str(rank) for rank in everything.ranks} <= shown_words
     unlabelled = {
         ranks_text(share.ranks)
-        for stage in (0, len(everything.stages) - 1)
-        for section in everything.sections(stage, "weight")
+        for place in (0, everything.layout.pp - 1)
+        for section in everything.sections(place, "weight")
         for one in section.held
         for share in one.shares
     } - shown_words
@@ -90,6 +90,16 @@ def test_alike_stages_are_drawn_once() -> None:
     assert "alike, each 11% of the cost: blocks 1–6; drawn is stage 1 on ranks 8–15" in found
     assert found.count("attn.q") == 3
     assert texts(picture("pp=3:1f1b{layers=4/2/2},mb=3")).count("attn.q") == 3
+
+
+def test_several_stages_of_a_rank_are_drawn_together() -> None:
+    found = texts(picture("pp=2:zb-v,mb=4"))
+    assert [said for said in found if said.startswith("stages ")] == ["stages 0, 3", "stages 1–2"] * 2
+    assert "rank 0: embed, blocks 0–1, 6–7, head, 54% of the cost" in found
+    assert "a colour for the stages of each rank" in found
+    alike = texts(picture("pp=4:zb-v,mb=4"))
+    assert [said for said in alike if said.startswith("stages ")][-2:] == ["stages 0, 7", "stages 1–6"]
+    assert "alike, each 23% of the cost: blocks 1–6; drawn is stages 1, 6 on rank 1" in alike
 
 
 def test_of_more_than_64_ranks_one_replica_is_drawn() -> None:

@@ -82,6 +82,19 @@ def test_stages_that_were_asked_for_are_told_as_such() -> None:
     ]
 
 
+def test_several_stages_of_a_rank_are_told_together() -> None:
+    found = lines("pp=2:zb-v,mb=4")
+    assert [row for row in found if row.startswith("stages ")] == [
+        "stages 0, 3 on rank 0: embed, blocks 0–1, 6–7, head, 54% of the cost",
+        "stages 1–2 on rank 1: blocks 2–5, 46% of the cost",
+    ]
+    assert after(found, "stages 0, 3 on rank 0")[0].split("; ")[1] == "a rank has 238,144 of 410,688"
+    assert any(row.split() == ["each", "of", "blocks", "0–1,", "6–7"] for row in found)
+    told = lines("dp=2,pp=2:interleaved/4,mb=2")
+    assert any(row.startswith("stages 1, 3, 5, 7 on ranks 2–3: blocks 1, 3, 5, 7, head") for row in told)
+    assert any(row.startswith("stages 0–1 on rank 0: embed, blocks 0–7, head, 100%") for row in lines("pp=1:zb-v,mb=2"))
+
+
 def test_states_that_lie_apart_from_weights_are_told_apart() -> None:
     found = [" ".join(row.split()) for row in after(lines("dp=2,zero=1"), "who holds what")]
     weights, states = (
@@ -169,7 +182,11 @@ def test_one_rank_has_everything() -> None:
     assert any("a rank has 410,688 of 410,688" in row for row in found)
 
 
-@pytest.mark.parametrize("line", ["pp=2,tp=4,mb=2", "dp=2,pp=2,zero=3,mb=2"])
+@pytest.mark.parametrize("line", ["pp=2,tp=4,mb=2", "dp=2,pp=2,zero=3,mb=2", "pp=2:interleaved,mb=2"])
 def test_a_tied_embedding_is_told_on_both_stages(line: str) -> None:
     found = lines(line, tied=True)
     assert [row.split()[0] for row in found if "512 × 64" in row] == ["table", "embed.table"]
+
+
+def test_a_tied_embedding_is_told_once_where_both_stages_are_on_one_rank() -> None:
+    assert [row.split()[0] for row in lines("pp=2:zb-v,mb=2", tied=True) if "512 × 64" in row] == ["table"]

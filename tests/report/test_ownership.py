@@ -23,15 +23,23 @@ from shoal.train.pool import Pool
 from shoal.train.setup import fit, make_engine, make_model
 
 UNEVEN = {"layers": 3, "hidden": 24, "heads": 4, "kv_heads": 2, "ffn": 13, "vocab": 31}
-TIED = {**UNEVEN, "tied": True}
 
 LAYOUTS = [
     "dp=2", "dp=4,zero=1", "dp=3,zero=2", "dp=4,zero=3", "dp=4,zero=2/2", "dp=4,zero=3/2", "tp=4", "tp=4:1d-sp",
     "dp=2,tp=2:1d-sp,zero=1", "dp=2,tp=2,zero=3", "pp=3,mb=3", "pp=2,tp=2,mb=2", "pp=2:gpipe,dp=2,zero=2,mb=2",
-    "pp=2,dp=2,zero=3,mb=2", "pp=2{layers=1/2},tp=2:1d-sp",
+    "pp=2,dp=2,zero=3,mb=2", "pp=2{layers=1/2},tp=2:1d-sp", "pp=1:interleaved,mb=2", "pp=1:breadth-first/3,dp=2,zero=3",
+    "pp=2:zb-h1,dp=2,zero=1,mb=2", "pp=3:2bw,mb=2", "pp=2:2bw,tp=2,mb=2",
     "tp=4:2d", "tp=4:1x2x2", "tp=4:2x2x1,zero=1", "tp=4:2x1x2,zero=3", "dp=2,tp=2:2x1x1,zero=2", "tp=2:2.5d/2,zero=1",
     "dp=2,tp=2:2.5d/2,zero=3/2", "pp=2,tp=2:1x2x1,mb=2",
 ]  # fmt: skip
+SEVERAL = [
+    "pp=2:zb-v,mb=4",
+    "pp=2:interleaved,dp=2,zero=3,mb=2",
+    "pp=2:dualpipe-v,tp=2,mb=4",
+    "pp=2:list/2,mb=3",
+    "pp=2:breadth-first,dp=2,zero=1,mb=2",
+]
+"""Of several stages a rank, for a model of four blocks."""
 LARGE = [
     "dp=64,zero=3",
     "dp=8,tp=8:1d-sp,zero=1",
@@ -42,6 +50,9 @@ LARGE = [
     "dp=2,tp=8:2.5d,zero=3",
     "dp=2,tp=8:3d,zero=2",
     "pp=2,tp=16:2.5d/4,zero=1/2,mb=2",
+    "pp=4:zb-v,dp=2,zero=2,mb=4",
+    "pp=2:interleaved/4,tp=8:3d,mb=4",
+    "pp=4:breadth-first,dp=8,zero=3,mb=4",
 ]
 
 
@@ -53,7 +64,7 @@ def run_of(layout: Layout, model: dict[str, Any] | None = None) -> Config:
 @cache
 def owned(line: str, tied: bool = False) -> Ownership:
     layout = Layout.parse(line)
-    run = run_of(layout, TIED if tied else UNEVEN)
+    run = run_of(layout, sizes(line, tied))
     return ownership(make_model(run, layout), layout)
 
 
@@ -66,14 +77,18 @@ def large(line: str) -> Ownership:
 Boxes = set[tuple[str, str, Box]]
 
 
+def sizes(line: str, tied: bool) -> dict[str, Any]:
+    return {**UNEVEN, "layers": 4 if line in SEVERAL else 3, "tied": tied}
+
+
 def what_it_has(world: World, line: str, tied: bool) -> Boxes:
     layout = Layout.parse(line)
-    engine = make_engine(run_of(layout, TIED if tied else UNEVEN), layout, world)
+    engine = make_engine(run_of(layout, sizes(line, tied)), layout, world)
     return {(one.kind, one.piece.name, one.piece.box) for one in engine.fragments() if one.tensor.numel()}
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("line", LAYOUTS)
+@pytest.mark.parametrize("line", LAYOUTS + SEVERAL)
 def test_it_is_what_the_ranks_of_an_engine_hold(pool: Pool, line: str, tied: bool) -> None:
     found: list[Boxes] = [set() for _ in range(Layout.parse(line).ranks)]
     for one in owned(line, tied).held:
@@ -84,35 +99,35 @@ def test_it_is_what_the_ranks_of_an_engine_hold(pool: Pool, line: str, tied: boo
     assert found == pool.run(what_it_has, line, tied, ranks=len(found))
 
 
-@pytest.mark.parametrize("line", LAYOUTS + LARGE)
-def test_a_stage_has_each_element_of_its_tensors_exactly_once(line: str) -> None:
+@pytest.mark.parametrize("line", LAYOUTS + SEVERAL + LARGE)
+def test_a_place_has_each_element_of_its_tensors_exactly_once(line: str) -> None:
     """A share is all the ranks with these boxes, so shares never overlap."""
     everything = large(line) if line in LARGE else owned(line)
     for one in everything.held:
         for kind in ("weight", "state"):
             times = torch.zeros(one.shape, dtype=torch.int32)
             for share in one.of(kind):
-                assert set(share.ranks) <= set(everything.ranks_of(one.stage))
+                assert set(share.ranks) <= set(everything.ranks_at(one.place))
                 assert share.numel == sum(_at(times, box).numel() for box in share.boxes)
                 for box in share.boxes:
                     _at(times, box).add_(1)
-            assert times.eq(1).all(), f"{kind} {one.weight} of stage {one.stage}"
+            assert times.eq(1).all(), f"{kind} {one.weight} at place {one.place}"
 
 
 def _at(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
-@pytest.mark.parametrize("line", [line for line in LAYOUTS + LARGE if "tp" not in line])
-def test_ranks_divide_a_stage_as_zero_says(line: str) -> None:
+@pytest.mark.parametrize("line", [line for line in LAYOUTS + SEVERAL + LARGE if "tp" not in line])
+def test_ranks_divide_a_place_as_zero_says(line: str) -> None:
     everything = large(line) if line in LARGE else owned(line)
     layout = everything.layout
     group = (layout.zero_group or layout.dp) if layout.zero else 1
-    for stage in range(layout.pp):
-        size = sum(one.numel for one in everything.held if one.stage == stage)
+    for place in range(layout.pp):
+        size = sum(one.numel for one in everything.held if one.place == place)
         # Each bucket is rounded up to a multiple of the ranks that divide it.
-        rounding = group * (len(everything.stages[stage]) if layout.zero == 3 else 1)
-        for rank in everything.ranks_of(stage):
+        rounding = group * (len(everything.units_at(place)) if layout.zero == 3 else 1)
+        for rank in everything.ranks_at(place):
             weights, states = everything.count(rank, "weight"), everything.count(rank, "state")
             assert abs(states - size / group) <= rounding * (group > 1)
             assert weights == (states if layout.zero == 3 else size)
@@ -120,11 +135,25 @@ def test_ranks_divide_a_stage_as_zero_says(line: str) -> None:
 
 def test_a_tied_embedding_is_on_both_ends_of_a_pipeline() -> None:
     found = [one for one in owned("pp=3,mb=3", tied=True).held if one.weight == "embed.table.weight"]
-    assert [(one.stage, one.unit, one.label, one.shares[0].ranks) for one in found] == [
+    assert [(one.place, one.unit, one.label, one.shares[0].ranks) for one in found] == [
         (0, 0, "table", (0,)),
         (2, 4, "embed.table", (2,)),
     ]
     assert owned("pp=3,mb=3", tied=True).elements == owned("pp=3,mb=3").elements - 31 * 24
+
+
+def test_under_a_v_a_rank_holds_the_first_stage_and_the_last_and_a_tied_embedding_once() -> None:
+    everything = owned("pp=2:zb-v,mb=4", tied=True)
+    assert everything.homes == (0, 1, 1, 0)
+    assert [everything.stages_at(place) for place in (0, 1)] == [(0, 3), (1, 2)]
+    assert [everything.units_at(place) for place in (0, 1)] == [[0, 1, 4, 5], [2, 3]]
+    (table,) = [one for one in everything.held if one.weight == "embed.table.weight"]
+    assert (table.place, table.unit, table.shares[0].ranks) == (0, 0, (0,))
+    stages = {one["weight"]: one["stage"] for one in everything.as_json()}
+    assert [stages[f"blocks.{block}.ffn.up.weight"] for block in range(4)] == [0, 1, 2, 3]
+    assert (stages["embed.table.weight"], stages["head.norm.weight"]) == (0, 3)
+    assert [section.units for section in everything.sections(0, "weight")] == [(0,), (1, 4), (5,)]
+    assert everything.cost_share(0) + everything.cost_share(1) == pytest.approx(1)
 
 
 def test_key_value_heads_that_several_ranks_have_are_one_share() -> None:
@@ -229,6 +258,6 @@ def test_a_model_of_any_size_takes_no_memory() -> None:
 def test_ranks_are_those_of_the_grid() -> None:
     everything = large("dp=4,tp=4,pp=4,zero=3,mb=4")
     assert everything.grid == Grid((("pp", 4), ("dp", 4), ("cp", 1), ("tp", 4)))
-    assert [everything.ranks_of(stage) for stage in range(4)] == [
-        tuple(range(16 * stage, 16 * stage + 16)) for stage in range(4)
+    assert [everything.ranks_at(place) for place in range(4)] == [
+        tuple(range(16 * place, 16 * place + 16)) for place in range(4)
     ]

@@ -6,6 +6,7 @@ import re
 import xml.etree.ElementTree as ET
 from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,11 @@ from shoal.report.svg import text_width
 
 SVG = "{http://www.w3.org/2000/svg}"
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
-DOCUMENTED = {
+DOCUMENTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), (4, 8)),
     **dict.fromkeys(("pipedream", "2bw"), (4, 4)),
+    "1f1b-overlap": (4, 8, None, Times(transfer=0.5)),
+    "list": (4, 8, 2, Times(1, 1.5, 0.5)),
 }
 LARGE = [(name, 8, 16, None) for name in ("1f1b", "interleaved", "zb-v", "dualpipe-v", "pipedream", "2bw")]
 SIZES = [*LARGE, ("gpipe", 1, 1, None), ("interleaved", 4, 8, 4), ("list", 2, 5, 3), ("1f1b", 20, 100, None)]

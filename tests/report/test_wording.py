@@ -12,7 +12,7 @@ from shoal.config import Config
 from shoal.layout import Layout
 from shoal.report.example import example
 from shoal.report.ownership import Section, Share
-from shoal.report.wording import few, keeps, meaning, ranks_text, section_text, share_text, units_text
+from shoal.report.wording import few, keeps, meaning, ranks_text, section_text, share_text, stages_text, units_text
 from shoal.train.pool import Pool
 from shoal.train.setup import make_engine, open_data
 
@@ -35,6 +35,8 @@ def words_of_a_step(world: World, line: str, layers: int) -> tuple[float, float,
         one.placement.pieces[0].numel * len(one.placement.pieces)
         for one in (slot.held for flat in engine._sync.flats for slot in flat.bucket.slots)
     )
+    for step in range(4 if layout.asynchronous else 0):  # then as many batches end in a step as begin in it
+        engine.step(open_data(run).batch(step, engine.mesh.coords["dp"], layout.dp))
     world.ledger.clear()
     engine.step(open_data(run).batch(0, engine.mesh.coords["dp"], layout.dp))
     ledger = world.ledger
@@ -52,12 +54,14 @@ def told(line: str, key: str) -> float:
     [
         ("dp=4", "dp"), ("dp=3,mb=2", "dp"), ("dp=4,zero=1", "zero"), ("dp=4,zero=2,mb=2", "zero"),
         ("dp=4,zero=1/2", "zero"), ("dp=4,zero=3", "zero"), ("dp=4,zero=3/2,mb=2", "zero"),
-        ("dp=2,pp=2,zero=3,mb=2", "zero"),
+        ("dp=2,pp=2,zero=3,mb=2", "zero"), ("dp=2,pp=1:breadth-first,zero=3,mb=2", "zero"),
+        ("dp=2,pp=2:pipedream,mb=3", "dp"), ("dp=2,pp=2:pipedream,zero=1,mb=3", "zero"),
+        ("dp=2,pp=2:2bw,zero=1,mb=2", "zero"),
     ],
 )  # fmt: skip
 def test_replicas_receive_the_words_that_are_told(pool: Pool, line: str, key: str) -> None:
     for words, _, size in pool.run(words_of_a_step, line, SIZES["layers"], ranks=Layout.parse(line).ranks):
-        if "zero=3" in line and "pp" not in line:
+        if "zero=3" in line and Layout.parse(line).stages == 1:
             assert 0.6 * told(line, key) * size < words <= told(line, key) * size
         else:
             assert words == pytest.approx(told(line, key) * size, rel=5e-3)  # three digits are told
@@ -120,8 +124,21 @@ def test_each_part_of_a_layout_is_told_with_its_size() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("pp=2,mb=4", "1f1b: stage s keeps the activations of at most 2 − s micro-batches; .* = 20% of a step"),
-        ("pp=3:gpipe,mb=3", "gpipe: a stage keeps the activations of all 3 micro-batches; .* = 40% of a step"),
+        (
+            "pp=2,mb=4",
+            "into 2 stages, one a rank\n1f1b: activations of 2, 1 micro-batches are kept; .*, a rank idles 20%",
+        ),
+        ("pp=3:gpipe,mb=3", "gpipe: activations of 3 micro-batches are kept; .*, a rank idles 40% of a step"),
+        ("pp=16,mb=32", "activations of 16, 15 … 1 micro-batches are kept"),
+        ("pp=2:zb-v,mb=4", "into 4 stages, 2 a rank: stages 0, 3 on the first\n"),
+        ("pp=2:interleaved/3,mb=4", "into 6 stages, 3 a rank: stages 0, 2, 4 on the first\n"),
+        ("pp=4:list,mb=8", r"pass take the same time \(the order is made for that\), a rank idles 11% of a step"),
+        ("pp=1:zb-v,mb=2", "into 2 stages, 2 a rank: stages 0–1 on the first\nzb-v: activations of 1 micro-batch are"),
+        ("pp=3:pipedream,mb=2", "and 3, 2, 1 versions of the weights besides .* weights 2, 1, 0 updates old"),
+        ("pp=3:pipedream,mb=2", "each is an update of its own"),
+        ("pp=3:2bw,mb=2", "and 2, 2, 1 versions of the weights besides .* weights one update old"),
+        ("pp=3:2bw,mb=2", "their gradients add up and are sent once"),
+        ("dp=2,pp=2:pipedream,mb=3", r"summed after each micro-batch; .* 2M\(N−1\)/N = 3"),
         ("dp=4,zero=1/2", "optimizer states are divided by 2, in groups of 2 replicas"),
         ("tp=4:2d", r"cut 2×2: rows \(outputs\) over col, columns \(inputs\) over row; row divides samples"),
         ("tp=4:2d", r"gathered over col, weights over row; .* 3\(q−1\)\(MK\+KN\)/q² = 0.75·MK \+ 0.75·KN$"),
@@ -169,6 +186,10 @@ def test_what_lies_alike() -> None:
 )  # fmt: skip
 def test_ranks_in_few_words(ranks: tuple[int, ...], text: str) -> None:
     assert ranks_text(ranks) == text
+
+
+def test_stages_in_few_words() -> None:
+    assert [stages_text(stages) for stages in ((2,), (0, 3), (3, 4))] == ["stage 2", "stages 0, 3", "stages 3–4"]
 
 
 def test_layers_in_few_words() -> None:

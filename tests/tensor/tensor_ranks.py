@@ -5,6 +5,7 @@ No engine: a module is laid out, materialised and adapted here as an engine woul
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from shoal.comm.world import World
 from shoal.local import Interpreter, LocalParameter, adapt, lay_out, materialise
 from shoal.mesh import Grid, Mesh
+from shoal.meter import Meter
 from shoal.model.decoder import Decoder
 from shoal.model.loss import IGNORED
 from shoal.model.roles import RoleTable
@@ -68,6 +70,9 @@ class Kept:
     """A sink that keeps a weight's gradient."""
 
     gradient: Tensor | float = 0.0
+
+    def later(self, contribution: Callable[[], None]) -> bool:
+        return False
 
     def add(self, gradient: Tensor) -> None:
         self.gradient = self.gradient + gradient
@@ -159,6 +164,14 @@ def assert_same(found: Any, expected: Any, name: str = "", tolerance: float = 1e
     assert a.shape == b.shape, f"{name}: {a.shape} for {b.shape}"
     error, norm = np.linalg.norm(a - b), max(np.linalg.norm(b), floor * b.size**0.5)
     assert error <= tolerance * norm, f"{name}: {error / max(norm, 1e-300):.2e} of {norm:.2e}"
+
+
+def settle(meter: Meter, nbytes: int) -> None:
+    """Wait a little if more is alive: gloo's threads let go of a tensor some moments after they have sent it."""
+    for _ in range(100):
+        if meter.live("activations") <= nbytes:
+            break
+        time.sleep(0.01)
 
 
 def batch(vocab: int, samples: int, length: int) -> dict[str, Tensor]:

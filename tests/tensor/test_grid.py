@@ -163,8 +163,10 @@ def numbers(coords: Coords, sizes: dict[str, int], axes: tuple[str, ...], sample
     return [one if one < samples else None for one in range(number * size, (number + 1) * size)]
 
 
-def pick(x: Tensor, rows: list[int | None], padding: float) -> Tensor:
-    return torch.stack([x[row] if row is not None else torch.full_like(x[0], padding) for row in rows])
+def pick(x: Tensor, rows: list[int | None], padding: float | None = None) -> Tensor:
+    """What pads is the last sample again, unless told."""
+    last = x[-1] if padding is None else torch.full_like(x[0], padding)
+    return torch.stack([last if row is None else x[row] for row in rows])
 
 
 CONTEXTS = pytest.mark.parametrize("samples", [2, 3, 8])
@@ -194,9 +196,9 @@ def test_a_rank_has_of_the_context_what_is_of_its_samples_and_positions(line: st
         others = list(grid.vary(coords, set(on.axes.attended) - set(on.axes.samples)))
         stream = [one for other in others for one in numbers(other, on.sizes, on.axes.attended, samples)]
         assert found.rope is not None
-        assert torch.equal(found.rope[0], pick(angles, attended, 0.0))
-        assert torch.equal(found.rope[1], pick(-angles, attended, 0.0))
-        assert torch.equal(found.mask, pick(mask, attended, True))
+        assert torch.equal(found.rope[0], pick(angles, attended))
+        assert torch.equal(found.rope[1], pick(-angles, attended))
+        assert torch.equal(found.mask, pick(mask, attended))
         assert torch.equal(found.labels, pick(labels, stream, IGNORED))
         ranks = on.sizes[on.axes.positions] if on.axes.positions else 1
         place = coords[on.axes.positions] if on.axes.positions else 0
@@ -204,7 +206,7 @@ def test_a_rank_has_of_the_context_what_is_of_its_samples_and_positions(line: st
         span = slice(place * size, (place + 1) * size)
 
         def cut(x: Tensor, stream: list[int | None] = stream, span: slice = span, size: int = size) -> Tensor:
-            part = pick(x, stream, 0)[:, span]
+            part = pick(x, stream)[:, span]
             return torch.nn.functional.pad(part, (0, size - part.shape[1]))
 
         assert torch.equal(found.positions, cut(positions))

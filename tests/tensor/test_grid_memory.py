@@ -12,7 +12,7 @@ from math import prod
 import pytest
 import torch
 from grids import SHAPE, interpreter, mesh_of, middle_block, stream_block
-from tensor_ranks import axes_of, batch, divide
+from tensor_ranks import axes_of, batch, divide, settle
 from torch import nn
 
 from shoal.comm.world import World
@@ -72,14 +72,6 @@ def of_linears(world: World, lines: list[str]) -> dict[tuple[str, str], tuple[fl
                 kept = meter.live("activations") - y.nbytes
                 found[line, which] = meter.live("weights") / WORD, kept / WORD
     return found
-
-
-def settle(meter: Meter, nbytes: int) -> None:
-    """Wait a little if more is alive: gloo's threads let go of a tensor some moments after they have sent it."""
-    for _ in range(100):
-        if meter.live("activations") <= nbytes:
-            break
-        time.sleep(0.01)
 
 
 @RANKS

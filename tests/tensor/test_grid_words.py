@@ -7,6 +7,7 @@ again for the backward pass.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from shoal.layout import Layout
 from shoal.model.context import Context
 from shoal.model.decoder import Decoder, decoder_roles
 from shoal.model.roles import Role
+from shoal.report.tensor_words import tensor_meaning
 from shoal.train.pool import Pool
 from shoal.train.setup import make_engine, open_data
 
@@ -156,15 +158,17 @@ def test_one_linear(ranks: int, workers: str, request: pytest.FixtureRequest) ->
             assert backward == exactly(known[1]), f"{line}, {which}, backward"
 
 
-def test_what_one_linear_moves_in_all() -> None:
-    """As the table of the kinds has it: 3(q−1)(MK+KN)/q² on a square, 2(q−1)(MK+KN+MN)/q³ on a cube and what is fetched
-    again."""
-    mk, kn, mn = TOKENS * NARROW, NARROW * WIDE, TOKENS * WIDE
-    square, cube, side = "tp=9:2d", "tp=27:3d", 3
-    total = {line: sum(sum(words.values()) for words in one_linear(line, "first")) for line in (square, cube)}
-    assert total[square] == pytest.approx(3 * (side - 1) * (mk + kn) / side**2)
-    again = (side - 1) * (mk + kn) / side**3
-    assert total[cube] == pytest.approx(2 * (side - 1) * (mk + kn + mn) / side**3 + again)
+GRIDS = [f"tp={ranks}:{kind}" for ranks, kinds in LINES.items() for kind in kinds if "1d" not in kind]
+
+
+@pytest.mark.parametrize("line", [*GRIDS, "tp=27:3d"])
+def test_what_one_linear_moves_is_what_a_layout_says_it_costs(line: str) -> None:
+    """A layout is described by its words for a first linear, such as ``0.75·MK + 0.75·KN``."""
+    words = {"MK": TOKENS * NARROW, "KN": NARROW * WIDE, "MN": TOKENS * WIDE}
+    _, cost = tensor_meaning(Layout.parse(line))
+    told = re.findall(r"([\d.]+)·(MK|KN|MN)", cost.split("=")[-1])
+    moved = sum(sum(passes.values()) for passes in one_linear(line, "first"))
+    assert sum(float(times) * words[what] for times, what in told) == pytest.approx(moved, rel=5e-3)  # of three digits
 
 
 # ---- one block ---------------------------------------------------------------------------------------------

@@ -241,6 +241,15 @@ def refused(world: World) -> None:
     divided_norm(Centred(WIDTH), world.everyone)
 
 
+def refused_of_two_dims(world: World) -> None:
+    divided_norm(nn.LayerNorm((3, WIDTH)), world.everyone)
+
+
+def test_a_norm_over_two_dims_cannot_be_divided(pool: Pool) -> None:
+    with pytest.raises(LayoutError, match=r"norm = LayerNorm of \(3, 5\): only norms over one dim"):
+        pool.run(refused_of_two_dims, ranks=2)
+
+
 def test_what_a_norm_computes_must_be_known(pool: Pool) -> None:
     with pytest.raises(LayoutError, match=r"norm = Centred: .* over 2 ranks; use one of RMSNorm, RMSNormPlusOne"):
         pool.run(refused, ranks=2)

@@ -74,7 +74,7 @@ def on_a_square(world: World, dtype: torch.dtype) -> tuple[Block, ...]:
     mesh = Mesh((("row", 2), ("col", 2)), world)
     i, j = mesh.coords["row"], mesh.coords["col"]
     x, weight, grad = (block(torch.tensor(z, dtype=dtype), i, 2, j, 2) for z in (X, W, GRAD))
-    return lists(run(x, weight, grad, Ports(Even(mesh.over("col"), -1), Even(mesh.over("row"), 1), Still())))
+    return lists(run(x, weight, grad, Ports(Even(mesh.over("col"), -1), Even(mesh.over("row"), -1), Still())))
 
 
 @DTYPES
@@ -96,7 +96,7 @@ def at_two_depths(world: World) -> tuple[Block, ...]:
     x = block(torch.arange(1.0, 33.0).view(8, 4), 2 * k + i, 4, j, 2)
     weight = block(torch.tensor(W, dtype=x.dtype), i, 2, j, 2)
     grad = block(torch.tensor(GRAD, dtype=x.dtype).repeat(2, 1), 2 * k + i, 4, j, 2)
-    return lists(run(x, weight, grad, Ports(Even(mesh.over("col"), -1), Even(mesh.over("row"), 1), Still())))
+    return lists(run(x, weight, grad, Ports(Even(mesh.over("col"), -1), Even(mesh.over("row"), -1), Still())))
 
 
 def test_squares_at_two_depths_block_by_block_and_the_gradient_of_the_weight_over_both(eight: Pool) -> None:
@@ -144,7 +144,7 @@ def on_a_cube(world: World, dtype: torch.dtype) -> tuple[tuple[int, int, int], t
 
 def box_ports(mesh: Mesh, a: str, b: str, c: str) -> Ports:
     """Those of rows [rows, features] that lie over a and c before, over a and b after."""
-    return Ports(even(mesh.over(c), 0), even(mesh.over(a), 1), even(mesh.over(b), 0))
+    return Ports(even(mesh.over(c), 0), even(mesh.over(a), -1), even(mesh.over(b), 0))
 
 
 @DTYPES
@@ -274,12 +274,11 @@ def known_logits(world: World, line: str) -> tuple[float, Array]:
     mesh, on = mesh_of(line, world), interpreter(line)
     placement = on.place(Role("head"), "head", "weight", (4, 2)).at(mesh.coords)
     assert placement is not None
-    out = nn.Linear(2, 4, bias=False, device="meta")
     matrix = torch.tensor(LOGITS, dtype=torch.float64).t()
     local = torch.zeros(placement.shape, dtype=torch.float64)
     for piece in placement.pieces:
         piece.of(local).copy_(matrix[tuple(slice(*span) for span in piece.box)])
-    on.adapt(Role("head"), out, mesh)
+    # Before the output matrix is adapted, as one that comes first in its layer is, or that is on a rank without it.
     loss = on.adapt(Role("loss"), LinearCrossEntropy(), mesh)
     ctx = on.localise(Context(None, labels=torch.tensor(TARGETS)[:, None], length=1), mesh.coords)
     x = stream(torch.eye(2, dtype=torch.float64)[:, None], on, mesh.coords)

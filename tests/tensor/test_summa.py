@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -108,6 +108,25 @@ def test_whole_numbers_come_out_exactly_step_by_step(pool: Pool, dtype: torch.dt
         assert found["steps"] == [product for kind in ("Y", "dX", "dW") for product in PRODUCTS[kind][rank]]
 
 
+def beside_a_large_bias(world: World) -> bool:
+    """Whether the output is rounded as a sum of rounded terms is that is made in float32, and then rounded."""
+    i, j, across, down = square(world, 2)
+    generator = torch.Generator().manual_seed(world.size)
+    x, weight = (torch.randn(64, 64, generator=generator).bfloat16() for _ in range(2))
+    terms = [(x[:, half].double() @ weight[:, half].double().t()) for half in (slice(32), slice(32, 64))]
+    exact = (sum(terms) + 100.0)[32 * i : 32 * i + 32, 32 * j : 32 * j + 32]  # type: ignore[operator]
+    places = slice(32 * i, 32 * i + 32), slice(32 * j, 32 * j + 32)
+    own_weight, bias = weight[places[1], places[0]].contiguous(), torch.full((32,), 100.0).bfloat16()
+    y = summa(x[places].contiguous(), own_weight, bias, across, down, (32, 32)).double()
+    half = torch.finfo(torch.bfloat16).eps / 2
+    rounding = exact.abs() * half + sum(term.abs() for term in terms)[places] * half  # type: ignore[index]
+    return bool(((y - exact).abs() <= rounding * (1 + 1e-3)).all())
+
+
+def test_sums_are_not_made_in_half_precision_and_a_bias_comes_last(pool: Pool) -> None:
+    assert pool.run(beside_a_large_bias) == [True] * 4
+
+
 # ---- any numbers, of any sizes -----------------------------------------------------------------------------
 
 LENGTH = 3
@@ -151,6 +170,9 @@ class Kept:
     """A sink that keeps a weight's gradient."""
 
     gradient: Tensor | None = None
+
+    def later(self, contribution: Callable[[], None]) -> bool:
+        return False
 
     def add(self, gradient: Tensor) -> None:
         assert self.gradient is None

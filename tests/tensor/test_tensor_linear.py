@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-from tensor_ranks import Array, Kept, assert_same
+from tensor_ranks import Array, Kept, assert_same, settle
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Pending
@@ -13,6 +15,7 @@ from shoal.comm.world import Group, World
 from shoal.layout.kinds import split_evenly
 from shoal.meter import Meter
 from shoal.model.linear import attach_sink
+from shoal.tensor import blocks
 from shoal.tensor.linear import DividedLinear
 from shoal.tensor.ports import Even, Extent, Port, Ports, Positions, Shares, Still
 from shoal.train.pool import Pool
@@ -117,17 +120,22 @@ class Told:
     what: str
     said: list[str]
     dim: int = 0
+    parts: int = 1
+    sums: bool = True
+
+    def own(self, whole: Tensor, padding: float) -> Tensor:
+        return whole
 
     def full(self, part: Tensor) -> int:
         return part.shape[0]
 
-    def start_enter(self, part: Tensor, length: int) -> Arriving:
+    def start_enter(self, part: Tensor, length: int) -> Arriving[Tensor]:
         return self._start("enters", part)
 
-    def start_leave(self, term: Tensor) -> Arriving:
+    def start_leave(self, term: Tensor) -> Arriving[Tensor]:
         return self._start("leaves", term)
 
-    def _start(self, how: str, x: Tensor) -> Arriving:
+    def _start(self, how: str, x: Tensor) -> Arriving[Tensor]:
         self.said.append(f"{self.what} {how}")
 
         def arrange() -> Tensor:
@@ -137,11 +145,52 @@ class Told:
         return Arriving(Pending(None), arrange)
 
 
+class ToldPending(Pending):
+    """Has nothing to wait for, and says when it is waited for."""
+
+    def __init__(self, said: list[str], words: str) -> None:
+        super().__init__(None)
+        self.told = lambda: said.append(words)
+
+    def wait(self) -> None:
+        self.told()
+
+
+@contextmanager
+def told_blocks(what: str, said: list[str]) -> Iterator[None]:
+    """Blocks of ``what`` say when they move, on one rank."""
+
+    def gather(out: Tensor, part: Tensor, *_: object) -> Pending:
+        said.append(f"{what} enters")
+        out.copy_(part.view(-1))
+        return ToldPending(said, f"has {what}")
+
+    def scatter(out: Tensor, room: Tensor, *_: object) -> Pending:
+        said.append(f"{what} leaves")
+        out.view(-1).copy_(room)
+        return ToldPending(said, f"{what} has left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "start_all_gather", gather)
+        patch.setattr(blocks, "start_reduce_scatter", scatter)
+        yield
+
+
+@dataclass(frozen=True)
+class TwoBlocks(Even):
+    """Of a weight that lies on two ranks, but is told of on one."""
+
+    parts = 2  # type: ignore[assignment]
+
+
 @dataclass(frozen=True)
 class ToldSink:
     """Says when it takes a gradient, and in which form."""
 
     said: list[str]
+
+    def later(self, contribution: Callable[[], None]) -> bool:
+        return False
 
     def add(self, gradient: Tensor) -> None:
         self.said.append("adds")
@@ -162,19 +211,21 @@ class Script:
 
     def __post_init__(self) -> None:
         said: list[str] = []
-        ports = Ports(*(Told(what, said) if what in self.moves else Still() for what in ("x", "w", "y")))
+        x, y = (Told(what, said) if what in self.moves else Still() for what in "xy")
+        weight = TwoBlocks(World().everyone, -1) if "w" in self.moves else Still()
         linear = nn.Linear(3, 4)
         linear.weight.requires_grad_(self.needs_weight)
         attach_sink(linear.weight, ToldSink(said))  # type: ignore[arg-type]
-        y = DividedLinear(linear, ports).block(torch.randn(1, 2, 3, requires_grad=self.needs_x))
-        self.forward = said.copy()
-        said.clear()
-        y.sum().backward()
+        with told_blocks("w", said):
+            out = DividedLinear(linear, Ports(x, weight, y)).block(torch.randn(1, 2, 3, requires_grad=self.needs_x))
+            self.forward = said.copy()
+            said.clear()
+            out.sum().backward()
         self.backward = said
 
 
 def test_input_and_weight_are_under_way_together() -> None:
-    assert Script().forward == ["x enters", "w enters", "has w", "has x", "y leaves", "y has left"]
+    assert Script().forward == ["x enters", "w enters", "has x", "has w", "y leaves", "y has left"]
 
 
 def test_the_input_comes_back_while_its_gradient_is_made_and_that_leaves_while_the_weights_is_made() -> None:
@@ -215,8 +266,10 @@ def kept_for_the_backward_pass(world: World) -> dict[str, float]:
         meter.label("weights", [first.weight, second.weight])
         with meter.phase("forward"):
             middle = first(x)
+            settle(meter, x.nbytes)
             found["first"] = meter.live("activations")
             y = second(middle)
+            settle(meter, 2 * x.nbytes)
             found["pair"] = meter.live("activations")
     del y
     return {name: nbytes / 4 / x.numel() for name, nbytes in found.items()}
@@ -232,11 +285,12 @@ def kept_of_a_gathered_weight(world: World) -> int:
     x = torch.randn(2, 3, IN, requires_grad=True)
     with Meter() as meter:
         meter.label("given", [x])
-        ports = Ports(Even(world.everyone, -1), Even(world.everyone, 1), Still())
+        ports = Ports(Even(world.everyone, -1), Even(world.everyone, -1), Still())
         linear = DividedLinear(nn.Linear(IN, 7, bias=False), ports)
         meter.label("weights", [linear.weight])
         with meter.phase("forward"):
             y = linear(x)
+        settle(meter, y.nbytes)
         kept = meter.live("activations")
     del y
     return kept // 4
@@ -244,3 +298,34 @@ def kept_of_a_gathered_weight(world: World) -> int:
 
 def test_of_a_gathered_input_and_weight_nothing_is_kept_but_the_output(pool: Pool) -> None:
     assert pool.run(kept_of_a_gathered_weight, ranks=2) == [2 * 3 * 7] * 2
+
+
+def peaks_of_forward_passes(world: World) -> dict[str, int]:
+    """Most elements alive at one moment besides what is given, of 4 samples of 8 positions, from 16 features to 64 or,
+    where in-features lie on both ranks, from 32."""
+    group, found = world.everyone, {}
+    stream, features = Positions(group, extent=Extent(8)), Even(group, -1)
+    for name, length, ports in (
+        ("positions", 4, Ports(stream, Still(), Still())),
+        ("features", 8, Ports(features, features, Still())),
+        ("terms", 8, Ports(features, features, Even(group, 0))),
+    ):
+        x = torch.randn(4, length, 16, requires_grad=True)
+        linear = DividedLinear(nn.Linear(16, 64, bias=False), ports)
+        seen = []
+        for _ in range(8):  # gloo's threads let go of a tensor some moments after they have sent it
+            with Meter() as meter:
+                meter.label("given", [x, linear.weight])
+                given = meter.live()
+                linear(x)
+            seen.append(meter.peak() - given)
+        found[name] = min(seen) // 4
+    return found
+
+
+def test_what_was_gathered_is_there_once_and_goes_before_terms_leave(pool: Pool) -> None:
+    """Whole inputs and weights beside the output; then that and the part of it that comes from the other rank, twice:
+    as it comes, and added."""
+    x, y, weight = 4 * 8 * 16, 4 * 8 * 64, 2 * 64 * 16
+    expected = {"positions": x + y, "features": 2 * x + weight + y, "terms": max(2 * x + weight + y, y + y // 2 * 2)}
+    assert pool.run(peaks_of_forward_passes, ranks=2) == [expected] * 2

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ class Case:
             "features": Even(group, -1),
         }
         y = Even(group, int(loss)) if self.kind == "terms" else Still()
-        return Ports(x.get(self.kind, Still()), Even(group, 1) if self.kind == "samples" else Still(), y)
+        return Ports(x.get(self.kind, Still()), Even(group, -1) if self.kind == "samples" else Still(), y)
 
     def vocabulary(self, world: World) -> Vocabulary:
         alone = world.group((world.rank,), "none")
@@ -228,6 +228,32 @@ def test_logits_far_from_zero_neither_overflow_nor_lose_the_loss(pool: Pool) -> 
         assert all(torch.from_numpy(gradient).isfinite().all() for gradient in (grad_x, grad_weight))
 
 
+def beside_an_overflow(world: World, case: Case) -> tuple[float, Array, Array]:
+    """The loss and its gradients, where logits of a row that does not count are more than there are numbers for."""
+    x, weight, labels = case.tensors()
+    x[0, 3] = 1e308
+    labels = case.own_samples(world).of(labels, IGNORED)
+    mine, own = case.stream(world, x).requires_grad_(), case.matrix(world, weight).requires_grad_()
+    loss = case.cross_entropy(world)(mine, own, labels)
+    loss.backward()
+    assert mine.grad is not None
+    assert own.grad is not None
+    return loss.item(), mine.grad.numpy(), own.grad.numpy()
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("kind", [*ROWS_DIVIDED, "samples", "terms"])
+def test_a_row_that_does_not_count_may_overflow(pool: Pool, kind: str, z_loss: float) -> None:
+    case = Case(kind=kind, z_loss=z_loss)
+    x, weight, labels = case.tensors()
+    expected = plain(x.requires_grad_(), weight.requires_grad_(), labels, z_loss)
+    expected.backward()
+    losses, of_x, of_weight = zip(*pool.run(beside_an_overflow, case, ranks=case.ranks), strict=True)
+    assert_same(case.total(losses), expected.item())
+    assert_same(case.streams(of_x), x.grad)
+    assert_same(case.matrices(of_weight), weight.grad)
+
+
 def losses(world: World, case: Case) -> tuple[float, float]:
     """While training, and not."""
     x, weight, labels = case.tensors()
@@ -370,7 +396,8 @@ def all_logits(world: World, case: Case) -> tuple[Array, Array, Array]:
     linear.weight = nn.Parameter(case.matrix(world, weight))
     mine = case.stream(world, x).requires_grad_()
     rows = world.group((world.rank,), "none") if case.kind in ROWS_DIVIDED else world.everyone
-    logits = VocabularyHead(linear, case.ports(world), case.vocabulary(world), rows)(mine)
+    extent = Extent(case.length, case.samples)
+    logits = VocabularyHead(linear, case.ports(world), case.vocabulary(world), rows, extent)(mine)
     logits.square().sum().backward()
     assert mine.grad is not None
     assert linear.weight.grad is not None
@@ -384,7 +411,44 @@ def test_all_logits_are_on_every_rank_and_their_gradient_comes_back(pool: Pool, 
     expected.square().sum().backward()
     outputs, inputs, matrices = zip(*pool.run(all_logits, case, ranks=case.ranks), strict=True)
     for logits in outputs:
-        assert_same(logits[: case.samples], expected.detach())
-        assert not logits[case.samples :].any()
+        assert_same(logits, expected.detach())
     assert_same(case.streams(inputs), x.grad)
     assert_same(case.matrices(matrices), weight.grad)
+
+
+def newest_logits(world: World, case: Case) -> tuple[Array, float]:
+    """Those of the last position, and the words moved besides the matrix."""
+    x, weight, _ = case.tensors()
+    linear = nn.Linear(case.hidden, case.vocab, bias=False, device="meta")
+    linear.weight = nn.Parameter(case.matrix(world, weight))
+    ports = case.ports(world)
+    rows = world.group((world.rank,), "none") if case.kind in ROWS_DIVIDED else world.everyone
+    extent = Extent(case.length, case.samples, newest=True)
+    if isinstance(ports.x, Positions):
+        ports = replace(ports, x=Positions(world.everyone, extent=extent))
+    mine = case.stream(world, x)
+    at = (case.length - 1) % mine.shape[1]
+    with torch.no_grad():
+        logits = VocabularyHead(linear, ports, case.vocabulary(world), rows, extent)(mine[:, at : at + 1])
+    matrix = weight.numel() * (1 - 1 / world.size) if case.kind == "samples" else 0
+    return logits.numpy(), world.ledger.words() - matrix
+
+
+@pytest.mark.parametrize("case", [*STREAMS, Case(3, "samples", samples=1)], ids=differences)
+def test_of_the_newest_position_alone_logits_are_made(pool: Pool, case: Case) -> None:
+    """They move a position's words: of the stream, of its logits between columns, and of these between samples."""
+    x, weight, _ = case.tensors()
+    found = pool.run(newest_logits, case, ranks=case.ranks)
+    real, padded = case.samples, part_size(case.samples, case.ranks) * case.ranks
+    share, rows = 1 - 1 / case.ranks, real if real == 1 else padded
+    vocabulary = part_size(case.vocab, case.ranks) * case.ranks
+    words = {
+        "repeated": real * vocabulary,
+        "positions": real * (case.hidden + vocabulary),
+        "features": real * (case.hidden + vocabulary),
+        "samples": rows * case.vocab,
+        "terms": 2 * padded * case.vocab,
+    }
+    for logits, moved in found:
+        assert_same(logits, (x @ weight.t())[:, -1:])
+        assert moved == pytest.approx(share * words[case.kind])

@@ -80,7 +80,7 @@ def test_halving_a_weight_by_gradients_of_old_ones(
     for number, value in enumerate(expected):
         if number == drain_after:
             trainer.drain()
-        found = trainer.step(half_square(trainer))
+        found = trainer.advance(half_square(trainer))
         assert found.weights["weights.0"].item() == line.values[0] == value
 
 
@@ -141,7 +141,7 @@ def test_momentum_adam_decay_clipping_and_the_rate_follow_the_recurrence(
     for number, ((x, y), (expected, _)) in enumerate(zip(data, truth, strict=True)):
         if number in {step * each for step in drained}:
             trainer.drain()
-        found = trainer.step({"x": x, "y": y[:, None]})
+        found = trainer.advance({"x": x, "y": y[:, None]})
         weights = [found.weights[f"weights.{r}"].item() for r in range(3)]
         assert weights == pytest.approx(expected, rel=1e-12, abs=1e-12)
         assert len(found.norms) == (3 if kind == "pipedream" else 1)
@@ -169,8 +169,8 @@ def test_without_delay_a_decoder_is_trained_as_by_the_plain_trainer(kind: str) -
     for step in range(3):
         batch = mask_labels(source.batch(step), config.run.seed)
         found, expected = (trainer.step(batch) for trainer in trainers)
-        assert found.loss == expected.loss
-        assert found.grad_norm == expected.grad_norm
+        assert found.loss == pytest.approx(expected.loss, rel=1e-15)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-15)
         assert found.grad_norm > config.optimizer.clip
         for name, weight in expected.weights.items():
             assert torch.equal(found.weights[name], weight)

@@ -1,0 +1,63 @@
+"""``shoal train --trace``: the file, and what a person and the metrics are told of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from whole_runs import Shoal, events, make_store, sets, write_run
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("text"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "stages", "simulated"),
+    [
+        ("pp=2:zb-v,mb=4", [[0, 3], [1, 2]], True),
+        ("dp=2", [[0], [0]], True),
+        ("pp=2:pipedream,mb=4", [[0], [1]], False),
+    ],
+)
+def test_a_traced_run_leaves_three_steps_after_two(
+    store: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    stages: list[list[int]],
+    simulated: bool,
+) -> None:
+    file = write_run(tmp_path, store)
+    result = Shoal(capfd, monkeypatch)("train", file, "--layout", layout, "--trace", *sets(run__steps=6))
+    assert (result.code, result.err) == (0, "")
+    path = tmp_path / "out" / "run" / "trace.json"
+    assert f"trace of steps 3 to 5: {path}" in result.out
+    (told,) = events(tmp_path / "out" / "run", "trace")
+    assert ("late" in told) == simulated
+    if simulated:
+        assert {row["stage"] for row in told["late"]} == {stage for of_rank in stages for stage in of_rank}
+        assert told["passes_ms"] > 0
+    entries = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    spans = [one for one in entries if one["ph"] == "X"]
+    for rank, of_rank in enumerate(stages):
+        passes = [one for one in spans if one["pid"] == rank and one["cat"] == "pass"]
+        assert sorted({one["tid"] - 1 for one in passes}) == of_rank
+        assert {one["args"]["step"] for one in passes} == {3, 4, 5}
+        ends = [one["ts"] + one["dur"] for one in passes]
+        starts = [one["ts"] for one in passes]
+        assert all(end <= start + 1 for end, start in zip(ends, starts[1:], strict=False)), "one thing after another"
+
+
+def test_a_run_without_steps_left_has_nothing_to_trace(
+    store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, shoal = write_run(tmp_path, store), Shoal(capfd, monkeypatch)
+    for _ in range(2):
+        result = shoal("train", file, "--trace", *sets(run__steps=1))
+        assert result.code == 0
+    assert "complete" in result.out
+    assert [(one["first"], one["steps"]) for one in events(tmp_path / "out" / "run", "trace")] == [(1, 1)]
