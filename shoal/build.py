@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.buckets import BUCKET_BYTES
-from shoal.data_parallel.sync import Sharing, Sync
+from shoal.data_parallel.sharing import Sharing
+from shoal.data_parallel.sync import Sync
 from shoal.data_parallel.zero import Zero, ZeroThree
 from shoal.errors import LayoutError, setting
 from shoal.layout import Layout, kinds

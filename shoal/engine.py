@@ -41,7 +41,7 @@ from shoal.placement import Fragment
 from shoal.result import StepResult
 
 TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_META = "engine"
+_META, _UPDATES = "engine", "updates"
 """Where the engine keeps its own numbers among those that a checkpoint remembers."""
 
 
@@ -252,6 +252,7 @@ class Engine:
         task = self.task
         if not isinstance(task, Decoder):
             raise ConfigError(f"Engine: {type(task.module).__name__} cannot generate text; a Decoder can")
+        self.drain()
         cache = Cache()
 
         def decode(tokens: list[int]) -> Tensor:
@@ -278,7 +279,7 @@ class Engine:
         that many of the newest remain.
         """
         self.drain()
-        kept = {**(meta or {}), _META: self._guard.state()}
+        kept = {**(meta or {}), _META: {**self._guard.state(), _UPDATES: self._updater.updates}}
         return checkpoint.save(folder, self.steps_done, self.fragments(), kept, self.world, keep)
 
     def load(self, path: Path, *, states: bool = True) -> dict[str, Any]:
@@ -297,7 +298,7 @@ class Engine:
         own = meta.pop(_META, {})
         self.steps_done = step if states else 0
         self._guard.restore(own if states else {})
-        self._updater.set_steps(self.steps_done - self.skipped)
+        self._updater.set_steps(int(own.get(_UPDATES, self.steps_done - self.skipped)) if states else 0)
         return meta
 
     def fragments(self) -> list[Fragment]:

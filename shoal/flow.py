@@ -114,6 +114,7 @@ class Flow:
         following = last.first + len(last.weights)
         self._running.go(self._stream.drain(self._begun), (), lambda _: None, following)
         self._running.check_done()
+        self._weights.use(self._weights.newest)
         self._begun = 0
         self._tell(0)
         return self._collect(0)

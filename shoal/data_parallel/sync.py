@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
@@ -19,9 +18,10 @@ from torch import Tensor, nn
 
 from shoal.comm.collectives import Pending, all_reduce, start_all_reduce
 from shoal.comm.world import Group
-from shoal.data_parallel.buckets import BUCKET_BYTES, Bucket, OwnBox, build_buckets
+from shoal.data_parallel.buckets import Bucket, OwnBox, build_buckets
 from shoal.data_parallel.entry import Contribution, Later, Main, late, main_of
 from shoal.data_parallel.flat import Flat, is_open, open_
+from shoal.data_parallel.sharing import Sharing
 from shoal.errors import ConfigError
 from shoal.local import LocalParameter, settle
 from shoal.mesh import Mesh
@@ -30,25 +30,6 @@ from shoal.optim.clip import global_norm, squared_norm
 from shoal.optim.runs import Run
 from shoal.optim.treatment import Treat
 from shoal.placement import Fragment, divide
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """What replicas divide: nothing, or over ``size`` of them whatever they do not keep whole."""
-
-    size: int = 1
-    keep_params: bool = True
-    keep_grads: bool = True
-    half_grads: bool = False
-    """Whether the gradients of parameters in half precision add up in that precision; else they do in float32."""
-    masters: bool = True
-    """Whether parameters in half precision have float32 copies, which the optimizer works on."""
-    versions: bool = False
-    """Whether the model may compute with older parameters than the newest."""
-    split_backward: bool = False
-    """Whether weight gradients may come later than the gradients of inputs (:mod:`shoal.model.linear`)."""
-    cap_bytes: int = BUCKET_BYTES
-    """Of a bucket: as large as that if its units are not larger."""
 
 
 class Sync:

@@ -17,7 +17,8 @@ from torch import Tensor
 from shoal.comm.collectives import Pending, start_all_gather, start_reduce_scatter
 from shoal.data_parallel.entry import Main
 from shoal.data_parallel.flat import Flat, close, is_open, open_
-from shoal.data_parallel.sync import Sharing, Sync
+from shoal.data_parallel.sharing import Sharing
+from shoal.data_parallel.sync import Sync
 from shoal.local import LocalParameter
 from shoal.mesh import Mesh
 from shoal.optim.treatment import Treat

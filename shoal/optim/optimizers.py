@@ -49,6 +49,11 @@ class Updater:
             optimizer.update(lr, factor)
         return lr
 
+    @property
+    def updates(self) -> int:
+        """How many updates the states stand for."""
+        return self._rounding.updates
+
     def set_steps(self, steps: int) -> None:
         """How many updates the states stand for."""
         self._rounding.updates = steps

@@ -291,6 +291,8 @@ class Running:
         here = place in self.inputs
         x, form = self.inputs.pop(place) if here else self.mail.take_activation(act, self.kinds[act.micro_batch])
         self.recorder.arrived()
+        if here and form.needs_grad:
+            x = x.clone()  # the stage before may have kept it, and this one may write to it
         if not form.needs_grad:
             return x
         one.input = form

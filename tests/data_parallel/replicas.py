@@ -19,7 +19,8 @@ from shoal.data_parallel import sync as sync_module
 from shoal.data_parallel import zero as zero_module
 from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.flat import is_open
-from shoal.data_parallel.sync import Sharing, Sync
+from shoal.data_parallel.sharing import Sharing
+from shoal.data_parallel.sync import Sync
 from shoal.data_parallel.zero import Zero, ZeroThree
 from shoal.local import LocalParameter, lay_out
 from shoal.mesh import Mesh

@@ -32,7 +32,9 @@ def test_a_traced_run_leaves_three_steps_after_two(
     simulated: bool,
 ) -> None:
     file = write_run(tmp_path, store)
-    result = Shoal(capfd, monkeypatch)("train", file, "--layout", layout, "--trace", *sets(run__steps=6))
+    result = Shoal(capfd, monkeypatch)(
+        "train", file, "--layout", layout, "--trace", *sets(run__steps=6, model__layers=4)
+    )
     assert (result.code, result.err) == (0, "")
     path = tmp_path / "out" / "run" / "trace.json"
     assert f"trace of steps 3 to 5: {path}" in result.out
