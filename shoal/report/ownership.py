@@ -20,7 +20,7 @@ from torch import nn
 from shoal.build import costs_of, held_units, homes_of, interpreter_of, sharing_of, stages_of
 from shoal.config import Optimizer
 from shoal.data_parallel.buckets import build_buckets
-from shoal.data_parallel.sync import Sharing
+from shoal.data_parallel.sharing import Sharing
 from shoal.layout import Layout
 from shoal.local import LocalParameter, lay_out
 from shoal.mesh import Grid

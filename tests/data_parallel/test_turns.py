@@ -182,7 +182,50 @@ def test_a_step_that_is_skipped_writes_to_no_parameter(kind: str, ranks: int, po
     assert pool.run(skipped, kind, ranks=ranks) == [[[0.0], [2.0]]] * ranks
 
 
-# ---- order
+# ---- what stages share, and order
+
+
+def departing(world: World, kind: str) -> list[Any]:
+    """How many sums between two stages have begun, and their gradients, of two batches one after the other."""
+    a, b = nn.Linear(3, 2, bias=False, dtype=torch.float64), nn.Linear(3, 2, bias=False, dtype=torch.float64)
+    model, mesh = nn.Sequential(a, b, b, a), Mesh((("pp", 2), ("dp", 1)), world)
+    layers = [(str(unit), layer) for unit, layer in enumerate(model)]
+    held = lay_out(model, layers, {}, Whole(), mesh.grid, mesh.coords, (range(2), range(2, 4)))
+    sync = make(kind, held, mesh, cap_bytes=1, versions=True)
+    begun: list[int] = []
+    start = sync._start_cross
+    sync._start_cross = lambda number: (begun.append(number), start(number))[1]  # type: ignore[method-assign]
+    sync.begin()
+    found: list[Any] = []
+    for factor in (1.0, 2.0):
+        begun.clear()
+        counts = []
+        for one in sorted(held, key=lambda one: -one.unit):
+            value = factor * 10.0 ** (2 * world.rank + (one.parameter is b.weight))
+            one.parameter.main.add(torch.full_like(one.parameter, value))  # type: ignore[attr-defined]
+            sync.unit_done(one.unit, final=True)
+        sync.reduce(sync.units)
+        counts.append(len(begun))
+        sync.depart()
+        counts.append(len(begun))
+        sync.depart()
+        place = sync.filling
+        sync.turn()
+        with sync.view(place):
+            sync.finish()
+            sums = {one.piece.name: set(one.tensor.flatten().tolist()) for one in sync.gradients()}
+        counts.append(len(begun))
+        found.append((counts, sums))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "zero1"])
+def test_what_stages_share_departs_once_a_batch_and_is_summed_aside(kind: str, pool: Pool) -> None:
+    """Not before it is told to: the other stage may be far from having sent its own."""
+    for found in pool.run(departing, kind, ranks=2, timeout_s=20):
+        assert found == [
+            ([0, 2, 2], {"0.weight": {101 * factor}, "1.weight": {1010 * factor}}) for factor in (1.0, 2.0)
+        ]
 
 
 def units(world: World) -> tuple[tuple[int, ...], list[int]]:

@@ -151,18 +151,18 @@ def test_ranks_without_a_sample_make_no_nan_and_change_nothing(eight: Pool, line
 
 
 def beside_a_row_too_large(world: World, line: str, samples: int) -> list[str]:
-    """Token 0 does not occur, and the squares of its row of the table are more than there are numbers for."""
+    """Token 0 does not occur, and its row of the table is more than there are numbers for."""
     on = interpreter(line)
     made = divide(partial(Decoder, MASKED), decoder_roles(MASKED), on, world, axes_of(on))
     (table,) = (one for one in made.held if one.name == "embed.table.weight")
     if table.placement.pieces[0].box[0][0] == 0:
-        table.parameter.data[0] = 1e300
+        table.parameter.data[0] = torch.inf
     given = inputs(samples)
     return watched(made, given | {"tokens": given["tokens"].clamp(min=1)})[1]
 
 
 @PADDED
 def test_a_token_that_never_occurs_is_in_no_padding(eight: Pool, line: str, samples: int) -> None:
-    """As rows of a table in half precision may be: in padding they would make NaN of its gradients, which are zero."""
+    """In padding, whose gradients are zero, its row would make NaN of those of all weights."""
     ranks = prod(interpreter(line).sizes.values())
     assert eight.run(beside_a_row_too_large, line, samples, ranks=ranks) == [[]] * ranks
