@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_ANCHOR = torch.empty(0, requires_grad=True)
+"""What makes the node part of a graph; it never has a gradient."""
+
 
 def arrive(received: Tensor, keep: Callable[[Tensor], None]) -> Tensor:
     """``received`` itself, now the output of a node whose backward pass gives its gradient to ``keep``.
@@ -15,7 +18,7 @@ def arrive(received: Tensor, keep: Callable[[Tensor], None]) -> Tensor:
     A leaf would do as well, but neither a leaf nor a view of one may be modified in place, as the first layer of a
     stage may want to.
     """
-    arrived: Tensor = _Arrival.apply(torch.empty(0, requires_grad=True), received, keep)  # type: ignore[no-untyped-call]
+    arrived: Tensor = _Arrival.apply(_ANCHOR, received, keep)  # type: ignore[no-untyped-call]
     return arrived
 
 

@@ -17,6 +17,7 @@ from shoal.comm.point_to_point import connect
 from shoal.comm.world import Group
 from shoal.pipeline.program import RECEIVE, SEND, Act, Op, Program
 
+_SENDS = set(SEND.values())
 _OF_GRADIENTS = {Op.SEND_GRADIENT, Op.RECEIVE_GRADIENT}
 
 
@@ -46,7 +47,7 @@ class Lines:
     def of(self, act: Act) -> Group:
         """The line of what is sent or received."""
         here = self.ranks.index
-        sends = act.op in SEND.values()
+        sends = act.op in _SENDS
         return self.between(act.op in _OF_GRADIENTS, here if sends else act.peer, act.peer if sends else here)
 
     def connect(self, program: Program, device: torch.device) -> None:
@@ -55,7 +56,7 @@ class Lines:
         here, ways = self.ranks.index, set()
         for act in program.actions:
             gradient = act.op in _OF_GRADIENTS
-            if act.op in SEND.values():
+            if act.op in _SENDS:
                 ways.add((gradient, here, act.peer))
             elif act.op in RECEIVE.values():
                 ways.add((gradient, act.peer, here))

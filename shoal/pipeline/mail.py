@@ -156,7 +156,7 @@ class Mail:
 
     def _send(self, act: Act, tensor: Tensor, *, header: bool = False) -> None:
         tensor, tag = tensor.contiguous(), _tag(act.stage, act.micro_batch, header)
-        dropped = act._replace(op=DROP[act.op])
+        dropped = Act(DROP[act.op], *act[1:])
         pending = start_send(tensor, self._lines.of(act), act.peer, tag)
         self._sent[dropped].append(_Message(dropped, tensor, pending))
 

@@ -32,11 +32,15 @@ class Watch:
         """``x``, what ``unit`` takes in, is known: in the forward pass, before the unit runs. It may be tensors in
         tuples, lists and dicts: then the first gradient says that the unit before is next, but only that one's own end
         that this one is done. Returns whether there is nothing else in it that could have gradients."""
-        told = self._input_done if isinstance(x, Tensor) else self._input_begun
+        place = self._units.index(unit)
+        if isinstance(x, Tensor):
+            if x.requires_grad:
+                x.register_hook(partial(self._input_done, place))
+            return True
         leaves = tree_leaves(x)
         for tensor in leaves:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(told, self._units.index(unit)))
+                tensor.register_hook(partial(self._input_begun, place))
         return all(leaf is None or isinstance(leaf, Tensor | int | float | str) for leaf in leaves)
 
     def begin(self) -> None:
