@@ -84,7 +84,8 @@ def start_all_gather(out: Tensor, part: Tensor, group: Group, purpose: str) -> P
         return Pending(None)
     group.ledger.record("all_gather", out.numel(), group.size, group.axis, purpose)
     if group.backend == "gloo" and group.size <= FEW:
-        return Pending(_Broadcasts(group, parts), group, purpose)
+        as_bytes = [one.view(torch.uint8) for one in parts]  # gloo broadcasts numbers of a few dtypes
+        return Pending(_Broadcasts(group, as_bytes), group, purpose)
     return Pending(group.handle._allgather_base(out, own), group, purpose)
 
 
