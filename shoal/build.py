@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -72,7 +73,16 @@ def stages_of(layout: Layout, layers: Sequence[tuple[str, nn.Module]], roles: Ro
         between = cut([0, *costs, 0], layout.stages, layout.stage_layers)
         stages = tuple(range(max(0, one.start - 1), min(len(layers), one.stop - 1)) for one in between)
     _check_buffers(layout, layers, stages)
+    if layout.schedule == "pipedream":
+        _check_apart(layout, layers, stages)
     return stages
+
+
+def check_optimizers(layout: Layout, names: Collection[str]) -> None:
+    """Refuse Muon where stages update at times of their own: its ranks divide the work on matrices between them."""
+    if layout.schedule == "pipedream" and "muon" in names:
+        problem = "Muon's ranks work together, and under pipedream they update at times of their own"
+        raise LayoutError(setting("layout.pp", layout.pp, problem, f"use pp={layout.pp}:2bw, or another optimizer"))
 
 
 def held_units(stages: Sequence[range], homes: Sequence[int]) -> list[list[int]]:
@@ -81,6 +91,16 @@ def held_units(stages: Sequence[range], homes: Sequence[int]) -> list[list[int]]
         sorted(unit for stage, home in zip(stages, homes, strict=True) if home == rank for unit in stage)
         for rank in range(max(homes) + 1)
     ]
+
+
+def _check_apart(layout: Layout, layers: Sequence[tuple[str, nn.Module]], stages: Sequence[range]) -> None:
+    """Refuse a parameter of two stages, each of which would update its copy by itself."""
+    home: dict[Tensor, int] = {}
+    for at, stage in enumerate(stages):
+        for parameter in {one for unit in stage for one in layers[unit][1].parameters()}:
+            if home.setdefault(parameter, at) != at:
+                problem = f"under pipedream the copies of what stages {home[parameter]} and {at} share drift apart"
+                raise LayoutError(setting("layout.pp", layout.pp, problem, f"use pp={layout.pp}:1f1b"))
 
 
 def _check_buffers(layout: Layout, layers: Sequence[tuple[str, nn.Module]], stages: Sequence[range]) -> None:
@@ -139,7 +159,7 @@ def run_of(
 def sharing_of(layout: Layout) -> Sharing:
     """``zero`` and ``dtype``: what replicas divide, over how many, and the precision of gradients."""
     return Sharing(
-        split_backward=any(act.op is Op.INPUT_GRADIENT for act in passes_of(layout)[0].actions),
+        split_backward=any(act.op is Op.INPUT_GRADIENT for one in passes_of(layout) for act in one.actions),
         half_grads=layout.half_grads,
         versions=layout.asynchronous,
         size=(layout.zero_group or layout.alike * dict(layout.tensor_axes).get("a", 1)) if layout.zero else 1,
@@ -169,10 +189,11 @@ def sync_of(
         case 1 | 2:
             return Zero(trained, frozen, treat, mesh, sharing)
         case _:
-            resident = layout.stages > 1
+            resident = layout.stages > 1 or sharing.split_backward
             return ZeroThree(trained, frozen, treat, mesh, sharing, uses=uses, resident=resident)
 
 
+@cache
 def passes_of(layout: Layout) -> EveryRank:
     """``pp`` and ``mb``: the passes of a training step of all ranks of a pipeline."""
     # Of an asynchronous schedule, a step by itself is one of 1F1B.

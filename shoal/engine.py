@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
 from shoal import checkpoint
-from shoal.build import held_units, homes_of, interpreter_of, programs_of, run_of, stages_of, sync_of
+from shoal.build import check_optimizers, held_units, homes_of, interpreter_of, programs_of, run_of, stages_of, sync_of
 from shoal.comm.collectives import all_reduce, broadcast, start_all_reduce
 from shoal.comm.world import World
 from shoal.config import Optimizer
@@ -27,7 +26,7 @@ from shoal.mesh import Mesh
 from shoal.model.context import Batch, Cache
 from shoal.model.decoder import Decoder
 from shoal.model.generate import Decode
-from shoal.model.task import Task, as_task
+from shoal.model.task import Task, as_task, check_module
 from shoal.optim.clip import clip_factor
 from shoal.optim.guard import Guard
 from shoal.optim.optimizers import Updater
@@ -40,7 +39,6 @@ from shoal.pipeline.weights import Place, Weights
 from shoal.placement import Fragment
 from shoal.result import StepResult
 
-TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _META, _UPDATES = "engine", "updates"
 """Where the engine keeps its own numbers among those that a checkpoint remembers."""
 
@@ -74,7 +72,7 @@ class Engine:
         self.layout.check_built()
         self.optimizer, self.rate, self.seed = optimizer or Optimizer(), rate, seed
         self.task = as_task(model, loss, weight)
-        _check_module(self.task.module)
+        check_module(self.task.module)
         self.steps_done = 0
         self._cut_short, self._samples_checked = False, False
         self._finished: list[StepResult] = []
@@ -102,6 +100,7 @@ class Engine:
         self._guard = Guard(self.optimizer.skips, scaled=half)
         treat = Treatments(self.optimizer)
         treat.check(module, roles)
+        check_optimizers(self.layout, treat.names)
         # What has values already has them from the first rank.
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.world.device))
         given = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
@@ -270,7 +269,14 @@ class Engine:
         :meth:`finished` tells. All ranks call it."""
         if self._flow is not None:
             self._check_whole()
-            self._finished += self._flow.drain()
+            try:
+                found = self._flow.drain()
+            except BaseException:
+                self._cut_short = True
+                raise
+            if found:
+                average(self._buffers, self._replicas)
+            self._finished += found
 
     def save(self, folder: Path, meta: Mapping[str, Any] | None = None, *, keep: int | None = None) -> Path:
         """Write weights and optimizer states as a new checkpoint below ``folder``; returns its path.
@@ -353,6 +359,7 @@ class Engine:
     def _forward_only(self) -> Iterator[None]:
         """The module in evaluation mode and without gradients, then each of its modules as it was: a user may have
         frozen some of them."""
+        self._check_whole()
         module = self.task.module
         before = [(one, one.training) for one in module.modules()]
         module.eval()
@@ -366,7 +373,7 @@ class Engine:
 
     def _check_whole(self) -> None:
         """What stages have sent each other in a step that was cut short would meet what the next one sends."""
-        if self._cut_short and self.layout.stages > 1:
+        if self._cut_short and (self.layout.stages > 1 or self._flow is not None):
             raise ConfigError(
                 f"Engine: the step after step {self.steps_done} was cut short by an error, and a pipeline cannot go on "
                 "from the middle of a step; make a new engine, and load a checkpoint into it"
@@ -376,22 +383,3 @@ class Engine:
         """The denominator that each micro-batch brings."""
         weights = [torch.as_tensor(self.task.weight(one)) for one in batches]
         return torch.stack([weight.to(self.world.device, torch.float64) for weight in weights])
-
-
-def _check_module(module: nn.Module) -> None:
-    """Refuse what no optimizer or bucket here can take, and a module that has an engine."""
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise ConfigError(f"Engine: {name} has no shape yet; run the module once before")
-        if parameter.is_complex():
-            raise ConfigError(f"Engine: {name} is complex; keep its real and imaginary parts as two parameters")
-        if parameter.requires_grad and parameter.dtype not in TRAINABLE:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in TRAINABLE)
-            raise ConfigError(
-                f"Engine: {name} is {parameter.dtype} and trains; keep it in one of {known}, or freeze it"
-            )
-        if getattr(parameter, "main", None) is not None:
-            raise ConfigError(f"Engine: {name} belongs to another engine; build another module")
-    for name, child in module.named_modules():
-        if getattr(child, "sparse", False):
-            raise ConfigError(f"Engine: {name} makes sparse gradients; build it with sparse=False")

@@ -102,6 +102,7 @@ class Flow:
         self._open.append(step)
         self._running.go(stream.step(self._begun), batches, contexts, step.first)
         step.loss = self._running.take_loss()
+        self._weights.use(self._weights.newest)
         self._begun += 1
         self._tell(stream.lag)
         return self._collect(stream.lag + 1)
@@ -152,7 +153,7 @@ class Flow:
             step.squares += norm**2 / len(step.weights) * self._stream.ranks / self._losses.size
             passes = isfinite(norm)
         else:
-            step.squares, passes = norm**2, self._guard.passes(norm)
+            step.squares, passes = norm**2, self._guard.passes(norm, step.scale)
             self._check(step, norm)
         step.bad += not passes
         with self._sync.view(self._sync.filling if alone else step.place):
@@ -197,7 +198,7 @@ class Flow:
             per_micro_batch = self._stream.per_micro_batch
             norm = sqrt(squares if per_micro_batch else step.squares) if not bad else nan
             if per_micro_batch:
-                self._guard.passes(norm)
+                self._guard.passes(norm, step.scale)
                 self._check(step, norm)
             # Where each micro-batch is a batch of its own, its mean loss is the loss of a step of one.
             counted = float(step.weights.sum() if per_micro_batch else step.weights[0])

@@ -11,7 +11,8 @@ class StepResult:
 
     ``loss`` is the mean over the ``weight`` positions (or samples) of the whole step, all ranks together;
     ``grad_norm`` that of all gradients before clipping; ``lr`` the rate that was applied: 0 where the step was
-    ``skipped``, because a gradient was not finite.
+    ``skipped``, because a gradient was not finite. Under PipeDream, where a step has many updates, the norm is the root
+    mean square over them, and ``skipped`` says that one of a stage's was.
     """
 
     step: int

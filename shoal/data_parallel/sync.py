@@ -55,6 +55,8 @@ class Sync:
         self._divide = partial(divide, grid=mesh.grid, rank=mesh.world.rank, size=sharing.size)
         divisions = [self._divide(who) for one in (*trained, *frozen) for who in one.holders]
         mesh.open_groups({ranks for each in divisions for ranks in (each.shard, each.cross)})
+        for ranks in sorted({each.cross for each in divisions if each.across_stages}):
+            mesh.group(ranks, "stages")
         self.flats: list[Flat] = []
         self._mains: list[Main] = []
         self.later = Later()
@@ -199,9 +201,11 @@ class Sync:
         other = place != self.filling
         if other:
             self._swap()
-        yield
-        if other:
-            self._swap()
+        try:
+            yield
+        finally:
+            if other:
+                self._swap()
 
     def _swap(self) -> None:
         for flat, mains in zip(self.flats, self._of_bucket, strict=True):
@@ -216,7 +220,9 @@ class Sync:
 
     def norm(self, group: Group | None = None) -> float:
         """The norm of all gradients, or of those of the ranks of ``group``, once :meth:`finish` is done."""
-        return global_norm(self._squares, group or self._norm_group)
+        if group is None or self._norm_group.size == 1:  # each rank has every sum
+            group = self._norm_group
+        return global_norm(self._squares, group)
 
     def start_norm(self) -> tuple[Tensor, Pending]:
         """The square of the norm, a float64 scalar, and when it is there; the next batch has another."""

@@ -7,10 +7,13 @@ from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from shoal.errors import ConfigError
 from shoal.model.context import Batch
 from shoal.model.roles import RoleTable
+
+TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Task(Protocol):
@@ -116,3 +119,22 @@ def as_task(
             f"Engine: {type(model).__name__} needs a loss; pass loss=lambda output, batch: the loss summed over samples"
         )
     return PlainTask(cast(nn.Module, model), loss, weight)
+
+
+def check_module(module: nn.Module) -> None:
+    """Refuse what no optimizer or bucket here can take, and a module that has an engine."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(f"Engine: {name} has no shape yet; run the module once before")
+        if parameter.is_complex():
+            raise ConfigError(f"Engine: {name} is complex; keep its real and imaginary parts as two parameters")
+        if parameter.requires_grad and parameter.dtype not in TRAINABLE:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in TRAINABLE)
+            raise ConfigError(
+                f"Engine: {name} is {parameter.dtype} and trains; keep it in one of {known}, or freeze it"
+            )
+        if getattr(parameter, "main", None) is not None:
+            raise ConfigError(f"Engine: {name} belongs to another engine; build another module")
+    for name, child in module.named_modules():
+        if getattr(child, "sparse", False):
+            raise ConfigError(f"Engine: {name} makes sparse gradients; build it with sparse=False")

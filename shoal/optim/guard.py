@@ -24,12 +24,13 @@ class Guard:
         self.scale = START if scaled else 1.0
         self.skipped = self.in_a_row = self._finite = 0
 
-    def passes(self, norm: float) -> bool:
-        """Whether a step with gradients of this norm updates anything."""
+    def passes(self, norm: float, scale: float | None = None) -> bool:
+        """Whether a step with gradients of this norm updates anything; ``scale`` is what they were made at, where that
+        may be older than the newest."""
         if not isfinite(norm):
             self.skipped, self._finite = self.skipped + 1, 0
-            if self.scale > 1:
-                self.scale /= 2
+            if (made_at := self.scale if scale is None else scale) > 1:
+                self.scale = max(1.0, min(self.scale, made_at / 2))
             else:
                 self.in_a_row += 1
             return False

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.comm.collectives import Pending
+from shoal.comm.collectives import MESSAGE_TAGS, Pending
 from shoal.comm.point_to_point import start_receive, start_send
 from shoal.errors import LayoutError, setting
 from shoal.pipeline.lines import Lines
@@ -31,6 +31,8 @@ MAX_DIMS = 8
 Kind = tuple[object, ...]
 _Place = tuple[int, int]  # stage, micro-batch
 _MAX_STAGES = 1 << 12
+_NUMBERS = MESSAGE_TAGS.stop // (2 * _MAX_STAGES)
+"""A stream may have more micro-batches than that; those under way at once have fewer."""
 
 
 class Form(NamedTuple):
@@ -184,4 +186,4 @@ class Mail:
 def _tag(sender: int, micro_batch: int, header: bool) -> int:
     """A number for each message of a step over one line, from the stage that sends it."""
     assert sender < _MAX_STAGES
-    return (micro_batch * _MAX_STAGES + sender) * 2 + header
+    return (micro_batch % _NUMBERS * _MAX_STAGES + sender) * 2 + header

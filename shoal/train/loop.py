@@ -62,7 +62,8 @@ class _Run:
         self.memory = remember(config, self.source)
         self.sinks: list[Sink] = []
         self.hashes: dict[int, str] = {}
-        """Of the samples of steps that have not finished."""
+        self.seconds: dict[int, float] = {}
+        """Of steps that have not finished: the hash of their samples, and what they took before the next began."""
         continues = self._resume()
         self.tracing = Tracing(self.engine, self.folder, self.steps - self.engine.steps_done) if trace else None
         if world.rank == 0:
@@ -101,10 +102,10 @@ class _Run:
             except Diverged:
                 self._skipped(step, before, samples)
                 raise
-            seconds = time.perf_counter() - started
+            self.seconds[step] = time.perf_counter() - started
             if config.log.hashes:
                 self.hashes[step] = self._global_hash(batch)
-            self._tell_finished(seconds)
+            self._tell_finished()
             if _due(config.evaluation.every, step + 1, self.steps):
                 loss = self._evaluate()
             if _due(config.checkpoint.every, step + 1, self.steps):
@@ -114,8 +115,8 @@ class _Run:
             loss = self._evaluate()  # the run was complete already
         return loss
 
-    def _tell_finished(self, seconds: float) -> None:
-        """Tell of the steps that have finished; the newest step took so many ``seconds``."""
+    def _tell_finished(self) -> None:
+        """Tell of the steps that have finished."""
         for result in self.engine.finished():
             before, samples = self.size.at(result.step - 1)
             tokens = samples * self.config.data.seq_len
@@ -125,7 +126,7 @@ class _Run:
                 "grad_norm": result.grad_norm,
                 "lr": result.lr,
                 "tokens": (before + samples) * self.config.data.seq_len,
-                "tokens_per_s": tokens / seconds,
+                "tokens_per_s": tokens / self.seconds.pop(result.step - 1),
                 "memory_gib": _memory_gib(self.world.device),
             }
             if (found := self.hashes.pop(result.step - 1, None)) is not None:
@@ -136,9 +137,8 @@ class _Run:
 
     def _drain(self) -> None:
         """End the steps that are under way, and tell of them."""
-        started = time.perf_counter()
         self.engine.drain()
-        self._tell_finished(time.perf_counter() - started)
+        self._tell_finished()
 
     def _skipped(self, step: int, first: int, count: int) -> None:
         """Tell which samples a step (counted from 0) had that updated nothing."""
