@@ -82,9 +82,9 @@ def norm_counted_twice(patch: pytest.MonkeyPatch) -> None:
 def stale_weights(patch: pytest.MonkeyPatch) -> None:
     update = Engine._update
 
-    def late(self: Engine) -> None:
+    def late(self: Engine, first: int) -> None:
         if not (on_rank(1) and self.steps_done == 2):
-            update(self)
+            update(self, first)
 
     patch.setattr(Engine, "_update", late)
 

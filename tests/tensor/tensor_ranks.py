@@ -174,6 +174,15 @@ def settle(meter: Meter, nbytes: int) -> None:
         time.sleep(0.01)
 
 
+def settled(meter: Meter) -> int:
+    """The bytes of activations that stay alive: the least of what is read during some moments."""
+    least = meter.live("activations")
+    for _ in range(30):
+        time.sleep(0.01)
+        least = min(least, meter.live("activations"))
+    return least
+
+
 def batch(vocab: int, samples: int, length: int) -> dict[str, Tensor]:
     """Random tokens and labels, of which each sample has another share masked, the first all of them but one."""
     generator = torch.Generator().manual_seed(samples * 1000 + length)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from decoder_ranks import TINY, TINY6, Case, assert_evaluates_alike, assert_trains_alike, name, run, tied, train
 from families import FAMILIES, shape_of
-from tensor_ranks import Contribution, assert_same, gradients, put_together
+from tensor_ranks import Contribution, assert_same, gradients, put_together, settled
 
 from shoal.comm.world import World
 from shoal.mesh import Grid
@@ -203,7 +203,7 @@ def kept_by_blocks(world: World, case: Case, alone: bool) -> int:
             meter.label("parameters", made.module.parameters())
             with meter.phase("forward"):
                 loss = made.module(inputs, ctx)
-            found.append(meter.live("activations"))
+            found.append(settled(meter))
         del loss
     return found[1] - found[0]
 

@@ -154,17 +154,17 @@ def test_a_step_that_is_skipped_reads_no_more_than_another(
 ) -> None:
     """The numbers of the samples are known without them."""
     read: list[int] = []
-    batch, step = Batches.batch, Engine.step
+    batch, finished = Batches.batch, Engine.finished
 
     def reading(self: Batches, number: int, part: int = 0, parts: int = 1) -> Batch:
         read.append(number)
         return batch(self, number, part, parts)
 
-    def skipping(self: Engine, one: Batch) -> StepResult:
-        return replace(step(self, one), skipped=self.steps_done == 2)
+    def skipping(self: Engine) -> list[StepResult]:
+        return [replace(one, skipped=one.step == 2) for one in finished(self)]
 
     monkeypatch.setattr(Batches, "batch", reading)
-    monkeypatch.setattr(Engine, "step", skipping)
+    monkeypatch.setattr(Engine, "finished", skipping)
     config = configuration.load(run_file(tmp_path, chat), ["data.validation=0", "data.batch_ramp=[[1,6]]"])
     train(World(), config, config.plan(), tuple)
     assert read == [0, 1, 2]
