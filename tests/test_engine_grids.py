@@ -96,6 +96,7 @@ def course(world: World, run: Config, line: str, frozen: Sequence[str], given: S
     return Course(steps, evaluated, weights(engine))
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize(
     ("family", "line", "frozen"),
     [
@@ -183,6 +184,7 @@ def halves(world: World, line: str, steps: int, scale: float | None) -> tuple[li
     return train(engine, run, steps), weights(engine)
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize(
     "line",
     [

@@ -291,7 +291,7 @@ def overflowing(world: World, line: str, folder: Path) -> tuple[list[Any], float
     """From a scale at which gradients overflow; and what an engine that goes on from a checkpoint is told."""
     config = read("optimizer.skips=0")
     engine = make(world, config, f"{line},dtype=fp16")
-    engine._guard.scale = 2.0**40
+    engine._guard.scale = 2.0**22
     train(engine, config, 40)
     engine.save(folder)
     told = [(one.skipped, one.loss) for one in engine.finished()]
@@ -305,7 +305,7 @@ def overflowing(world: World, line: str, folder: Path) -> tuple[list[Any], float
 
 
 @pytest.mark.parametrize("line", ["pp=2:2bw,mb=2", "dp=2,pp=2:2bw,zero=1,mb=2", "pp=2:pipedream,mb=2"])
-def test_a_scale_that_overflows_falls_once_for_each_step_that_was_begun_with_it(
+def test_a_scale_that_overflows_falls_once_for_all_steps_that_were_begun_with_it(
     line: str, pool: Pool, tmp_path: Path
 ) -> None:
     (first, *others) = pool.run(overflowing, line, tmp_path, ranks=Layout.parse(line).ranks)
@@ -313,9 +313,10 @@ def test_a_scale_that_overflows_falls_once_for_each_step_that_was_begun_with_it(
     told, scale, after = first
     skipped = [bad for bad, _ in told]
     assert len(told) == 40
-    assert 8 < sum(skipped) < 38
+    assert 0 < sum(skipped) < 38
     assert skipped == sorted(skipped, reverse=True), "once it fits, it fits"
-    assert scale == 2.0 ** (40 - sum(skipped))
+    halvings = 22 - math.log2(scale)
+    assert 0 < halvings < sum(skipped) <= 4 * halvings, "of up to four steps under way"
     assert all(math.isfinite(loss) for _, loss in told)
     assert after == [False] * 3
 

@@ -153,6 +153,7 @@ def test_a_changed_program_is_refused_or_still_works(change: Callable[[Lists, ra
         assert admitted > 10
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize(
     ("name", "ranks", "micro_batches", "chunks"),
     [("1f1b", 3, 4, 1), ("zb-v", 2, 4, 2), ("interleaved", 2, 4, 2), ("breadth-first", 2, 3, 3)],

@@ -22,6 +22,7 @@ def costs_of(ranks: int, chunks: int, times: tuple[float, float, float], transfe
     return even(ranks, chunks, transfer=transfer, **dict(zip(names, times, strict=True)))
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "list"])
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize(("ranks", "micro_batches", "transfer"), [(2, 4, 0.0), (3, 7, 0.0), (3, 6, 0.2)])

@@ -51,6 +51,7 @@ def since_the_beginning(program: Program, step: int) -> Iterator[Act]:
     return (act._replace(micro_batch=act.micro_batch + step * program.micro_batches) for act in program.actions)
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize(("name", "ranks", "micro_batches"), CASES)
 def test_a_step_does_not_depend_on_how_many_follow(name: str, ranks: int, micro_batches: int) -> None:
     """Whole streams, lowered as such, are their steps and their drain, of any length: also the steps and drains that

@@ -116,6 +116,7 @@ def one_block(world: World, on: Interpreter) -> tuple[int, int]:
     return found[1][0] - found[0][0], found[1][1] - found[0][1]
 
 
+@pytest.mark.parity
 @RANKS
 def test_a_block_takes_its_share_of_what_it_takes_on_one_process(ranks: int, eight: Pool) -> None:
     """But for what is not divided over all ranks: vectors, a number for each row and norm, weights at other depths; of

@@ -44,6 +44,7 @@ MORE_CASES = [
 ]
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_a_decoder_trains_as_on_one_process(eight: Pool, case: Case) -> None:
     assert_trains_alike(eight, case)
@@ -55,6 +56,7 @@ def test_more_decoders_do(eight: Pool, case: Case) -> None:
     assert_trains_alike(eight, case)
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize(
     "case",
     [

@@ -70,6 +70,7 @@ def told(run: Path) -> list[tuple[str, int]]:
     return [(values["event"], values.get("step", 0)) for values in map(json.loads, lines)]
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("line", LINES)
 def test_every_step_is_told_once_before_what_drains_it(line: str, go: Go, store: Path, tmp_path: Path) -> None:
     """With the loss, norm, rate and samples that are its own; in the middle of a run an evaluation and a checkpoint are
@@ -94,6 +95,7 @@ def test_every_step_is_told_once_before_what_drains_it(line: str, go: Go, store:
         assert [values[key] for values in steps] == [values[key] for values in plain], key
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("line", LINES)
 def test_a_resumed_run_is_the_unbroken_one(line: str, go: Go, tmp_path: Path) -> None:
     """A checkpoint ends what is under way, so the unbroken run was as far there."""
