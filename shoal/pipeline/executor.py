@@ -52,8 +52,9 @@ class Handlers:
     """What the engine does at the actions that are not passes, and around the passes through a unit.
 
     In every backward pass ``unit_done(unit, final)`` is called as soon as its gradients of a unit are complete, last
-    unit first; ``final`` says that no further pass of the step will add to them. ``reduce(stage)`` comes after the last
-    pass of a stage.
+    unit first; ``final`` says that no further pass will add to them before they are reduced. ``reduce(stage, first)``
+    comes after the last pass of a stage in a batch; it, ``norm(first)`` and ``update(first)`` name the batch by its
+    first micro-batch, or by −1 in a program of one.
 
     ``enter_unit(unit, backward)`` is called before a unit's parameters are used: in a forward pass, which ends with
     ``leave_unit(unit)``, and in every backward pass, which ends with ``unit_done``, whether it reaches the unit or not.

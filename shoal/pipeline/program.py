@@ -131,10 +131,6 @@ class Program:
                 found.add(last[act.stage])
         return frozenset(found)
 
-    def final_backward(self, stage: int) -> int:
-        """The micro-batch of the pass after which the gradients of ``stage`` are complete."""
-        return self.completing[stage].micro_batch
-
 
 Programs = tuple[Program, ...]
 """One program a rank, in order of rank."""
