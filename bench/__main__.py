@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from bench import ddp, pipeline, single, tensor, zero
 from bench.check import ALONE, check
-from bench.pairs import CHECKED, SHOAL, Clocks, Contest, Outcome, Ratio, over_ranks, ratio, take_turns
+from bench.pairs import CHECKED, SHOAL, Clocks, Contest, Outcome, Ratio, joined, over_ranks, ratio, rounds, take_turns
 from bench.realtime import permitted
 from bench.trainers import Case
 from shoal.config import Model
@@ -87,14 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 contest.layout.check_built()
         contests = [contest for contest in contests if contest.built or options.check]
         work = [(contest, case) for contest in contests for case in _cases(contest, options)]
-        with Pool(2, threads=1) as pool:
-            watched = Console(stderr=True)
-            for contest, case in track(work, "measuring", console=watched, disable=not watched.is_terminal):
-                ranks = contest.layout.ranks
-                if options.check:
-                    agreements += _agreements(contest, case, pool.run(check, contest, case, ranks=ranks))
-                else:
-                    rows += _rows(contest, case, pool.run(take_turns, contest, case, realtime, ranks=ranks))
+        watched = Console(stderr=True)
+        for contest, case in track(work, "measuring", console=watched, disable=not watched.is_terminal):
+            if options.check:
+                agreements += _agreements(contest, case, _fresh(contest, check, case))
+            else:
+                seen = [_fresh(contest, take_turns, part, realtime) for part in rounds(case)]
+                rows += _rows(contest, case, [joined(rank) for rank in zip(*seen, strict=True)])
     except ShoalError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -138,6 +138,12 @@ def _cases(contest: Contest, options: argparse.Namespace) -> list[Case]:
     else:
         cases = [replace(size, mb=mb) for size in SIZES for mb in contest.mbs]
     return [replace(case, pairs=options.pairs or case.pairs) for case in cases]
+
+
+def _fresh(contest: Contest, task: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """``task`` on each rank of the contest, in processes that have done nothing else."""
+    with Pool(contest.layout.ranks, threads=1) as pool:
+        return pool.run(task, contest, *arguments)
 
 
 def _agreements(contest: Contest, case: Case, differences: Sequence[dict[str, float]]) -> list[Agreement]:

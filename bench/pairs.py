@@ -2,8 +2,10 @@
 
 A machine's speed drifts by more than the difference between two good trainers. Whatever slows one step slows its
 neighbour too, so each step of Shoal is divided by the peer's step beside it, and the median taken. Who goes first
-alternates, for the second finds the batch in the cache and the processor as the first has left it. Losses and gradient
-norms are compared before anything is timed: a trainer that does other work has no time worth telling.
+alternates, for the second finds the batch in the cache and the processor as the first has left it. Processes differ
+too: where the allocator happens to put a trainer's tensors is worth several per cent of its step for as long as the
+process lives. So the pairs are taken in rounds, each in fresh processes. Losses and gradient norms are compared before
+anything is timed: a trainer that does other work has no time worth telling.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from shoal.mesh import Grid
 
 CHECKED = 5
 """Steps in which losses and norms must agree; they warm everything up as well, and none is timed."""
+
+ROUND = 4
+"""Pairs that are taken in the same processes; even, so that each trainer goes first as often as the other."""
 
 LOSS_TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-4
@@ -120,6 +125,24 @@ def take_turns(world: World, contest: Contest, case: Case, realtime: bool) -> Ou
                 clocks[name].cpu.append(time.process_time() - cpu)
                 clocks[name].wall.append(time.perf_counter() - wall)
     return Outcome(clocks, difference)
+
+
+def rounds(case: Case) -> list[Case]:
+    """The parts of a case that are measured each in processes of its own: at most ``ROUND`` pairs in one."""
+    full, rest = divmod(case.pairs, ROUND)
+    return [replace(case, pairs=pairs) for pairs in [ROUND] * full + [rest] * bool(rest)]
+
+
+def joined(outcomes: Sequence[Outcome]) -> Outcome:
+    """What a rank saw in all rounds."""
+
+    def clocks(name: str) -> Clocks:
+        parts = [outcome.clocks[name] for outcome in outcomes]
+        return Clocks([s for part in parts for s in part.wall], [s for part in parts for s in part.cpu])
+
+    first = outcomes[0]
+    difference = {name: max(outcome.difference[name] for outcome in outcomes) for name in first.difference}
+    return Outcome({name: clocks(name) for name in first.clocks}, difference)
 
 
 def read(case: Case, ranks: int, steps: int, part: int = 0, parts: int = 1) -> list[Batch]:

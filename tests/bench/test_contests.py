@@ -7,7 +7,7 @@ import pytest
 
 from bench.__main__ import CONTESTS
 from bench.check import check
-from bench.pairs import SHOAL, TrainersDiffer, compare, in_turn, ratio, read
+from bench.pairs import SHOAL, Clocks, Outcome, TrainersDiffer, compare, in_turn, joined, ratio, read, rounds
 from bench.trainers import Case
 from shoal.comm.world import World
 from shoal.config import Model
@@ -53,6 +53,16 @@ def test_a_trainer_that_does_other_work_is_refused(step: int, loss: float, norm:
 def test_the_largest_difference_of_a_loss_is_kept_and_later_norms_are_not_compared() -> None:
     steps = [{"one": (1.0, 1.0), "other": (1.0 + shift, norm)} for shift, norm in ((0.0, 1.0), (5e-6, 2.0), (0.0, 1.0))]
     assert compare("one", steps)["other"] == pytest.approx(5e-6)
+
+
+def test_fresh_processes_measure_all_pairs_between_them() -> None:
+    assert [part.pairs for part in rounds(replace(CASE, pairs=15))] == [4, 4, 4, 3]
+    assert [part.pairs for part in rounds(replace(CASE, pairs=2))] == [2]
+    seen = [
+        Outcome({SHOAL: Clocks([1.0, 2.0], [3.0, 4.0])}, {"DDP": 1e-7}),
+        Outcome({SHOAL: Clocks([5.0], [6.0])}, {"DDP": 2e-7}),
+    ]
+    assert joined(seen) == Outcome({SHOAL: Clocks([1.0, 2.0, 5.0], [3.0, 4.0, 6.0])}, {"DDP": 2e-7})
 
 
 def test_who_goes_first_alternates() -> None:
