@@ -18,6 +18,7 @@ def check(world: World, contest: Contest, case: Case) -> dict[str, float]:
 
     Raises :class:`TrainersDiffer`.
     """
+    world.default_group()  # the peers', which Shoal needs not
     trainers = {name: make(case, world) for name, make in contest.peers.items()}
     if contest.built:
         trainers[SHOAL] = contest.shoal(case, world)

@@ -151,6 +151,7 @@ def measure(world: World, field: Field, case: Case) -> Seen:
 
     Raises :class:`TrainersDiffer`.
     """
+    world.default_group()  # the peers', which Shoal needs not
     ours = {line: contest.shoal(case, world) for line, contest in field.ours.items() if contest.built}
     trainers = ours | {name: make(case, world) for name, make in field.peers.items()}
     batches = read(case, 1, CHECKED + COUNTED + case.pairs)

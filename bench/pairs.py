@@ -110,6 +110,7 @@ def take_turns(world: World, contest: Contest, case: Case, realtime: bool) -> Ou
     Every step is fed the same samples to each trainer and starts when all ranks are ready. Raises
     :class:`TrainersDiffer`.
     """
+    world.default_group()  # the peers', which Shoal needs not
     trainers = {SHOAL: contest.shoal(case, world)} | {name: make(case, world) for name, make in contest.peers.items()}
     batches = contest.batches(case, world, CHECKED + case.pairs)
     steps = [{name: step(batch) for name, step in trainers.items()} for batch in batches[:CHECKED]]

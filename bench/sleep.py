@@ -166,6 +166,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(world: World, case: Case, size: Size, pairs: int, realtime: bool) -> Seen:
     """Take the steps of both engines in turn, on this rank, each from one moment that all ranks agree on."""
+    world.default_group()  # the peer's
     passes = SCHEDULES[case.name](world.size, size.micro_batches, case.chunks)
     x = torch.rand(size.micro_batches, size.kib, 256, generator=torch.Generator().manual_seed(0))
     held = [stage for stage, home in enumerate(placement(passes)) if home == world.rank]

@@ -57,7 +57,7 @@ def test_a_group_over_axes_sums_the_ranks_that_differ_on_them_alone(pool: Pool) 
 def channels(world: World) -> tuple[str, str, bool]:
     mesh = Mesh(SQUARE, world)
     plain, other = mesh.over("tp"), mesh.over("tp", channel="other")
-    return other.axis, other.channel, other.ranks == plain.ranks and other.handle is not plain.handle
+    return other.axis, other.channel, other.ranks == plain.ranks and other.backend is not plain.backend
 
 
 def test_a_group_over_axes_may_have_a_channel_of_its_own(pool: Pool) -> None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.comm.collectives import MESSAGE_TAGS, Pending
-from shoal.comm.messages import receive, send
+from shoal.comm.collectives import Pending
 from shoal.comm.world import Group
+
+MESSAGE_TAGS = range(1 << 30)
 
 
 def connect(group: Group, source: int, to: int, device: torch.device) -> None:
@@ -22,19 +23,21 @@ def connect(group: Group, source: int, to: int, device: torch.device) -> None:
     NCCL connects two ranks in their first message, and both sides stand still until the other has come to it. It must
     not be one that is started ahead of what the other side waits for.
     """
+    assert group.backend is not None, "nobody to meet"
     word, tag = torch.zeros(1, device=device), MESSAGE_TAGS.start
-    work = send(word, group, to, tag) if group.index == source else receive(word, group, source, tag)
-    work.wait()
+    meet = group.backend.send(word, to, tag) if group.index == source else group.backend.receive(word, source, tag)
+    meet.wait()
 
 
 def start_send(tensor: Tensor, group: Group, to: int, tag: int) -> Pending:
     """Begin to send ``tensor`` (contiguous, without gradient) to the rank at place ``to`` of ``group``.
 
-    It may not be written to before :meth:`Pending.wait` has returned, which is when the other side has received it.
+    It may not be written to before :meth:`Pending.wait` has returned, which is when it has left or arrived.
     """
     assert tensor.is_contiguous(), "a message is one block of memory"
     assert tag in MESSAGE_TAGS, f"tag {tag} is for exchanges"
-    return Pending(send(tensor, group, to, tag))
+    assert group.backend is not None, "nobody to send to"
+    return Pending(group.backend.send(tensor, to, tag))
 
 
 def start_receive(tensor: Tensor, group: Group, source: int, tag: int, purpose: str) -> Pending:
@@ -43,5 +46,6 @@ def start_receive(tensor: Tensor, group: Group, source: int, tag: int, purpose: 
     The words are entered in the ledger, here alone. A size that differs from what is sent ends the process under gloo.
     """
     assert tensor.is_contiguous(), "a message is one block of memory"
+    assert group.backend is not None, "nobody to receive from"
     group.ledger.receive(tensor.numel(), group.axis, purpose)
-    return Pending(receive(tensor, group, source, tag))
+    return Pending(group.backend.receive(tensor, source, tag))

@@ -13,21 +13,22 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shoal.comm.backends import Backend
+from shoal.comm.backends.gloo import GlooGroup
+from shoal.comm.backends.links import Links
+from shoal.comm.backends.nccl import NcclGroup
+from shoal.comm.backends.shared import SharedGroup
 from shoal.comm.ledger import Ledger
 from shoal.comm.process import keep_freed_memory
 from shoal.errors import ConfigError, setting
 
 TIMEOUT_S = 600.0
-
-Handle = Any  # a ProcessGroup, or one of its backends by itself, whose stubs lack the methods they share
-"""What carries out a group's collectives. Its own methods are called: the functions of ``torch.distributed`` look
-groups up in a table of theirs."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,8 @@ class Group:
     axis: str
     rank: int
     ledger: Ledger = field(repr=False, compare=False)
-    handles: Mapping[tuple[tuple[int, ...], str], Handle] = field(repr=False, compare=False)
+    backends: Mapping[tuple[tuple[int, ...], str], Backend] = field(repr=False, compare=False)
     channel: str = ""
-    backend: str = "gloo"
 
     @property
     def size(self) -> int:
@@ -56,22 +56,23 @@ class Group:
         return self.ranks.index(self.rank)
 
     @property
-    def handle(self) -> Handle | None:
-        """None for one rank alone. The world keeps it: what still refers to a group when the world has closed does not
-        keep its threads alive."""
+    def backend(self) -> Backend | None:
+        """What carries messages; None for one rank alone. The world keeps it: what still refers to a group when the
+        world has closed does not keep its threads alive."""
         if self.size == 1:
             return None
         key = self.ranks, self.channel
-        assert key in self.handles, f"the group {self.ranks} is used after its world was closed"
-        return self.handles[key]
+        assert key in self.backends, f"the group {self.ranks} is used after its world was closed"
+        return self.backends[key]
 
 
 class World:
     """This process among the ranks of a run.
 
-    ``rank`` of ``size`` processes, ``device`` for its tensors, ``ledger`` for the words it receives. ``backend``
-    carries messages: NCCL between GPUs, gloo between CPUs and where ranks share a GPU, which NCCL refuses. Use it as a
-    context manager, or call :meth:`close`.
+    ``rank`` of ``size`` processes, ``device`` for its tensors, ``ledger`` for the words it receives. ``carrier`` says
+    what carries messages: "nccl" between GPUs; between processors "shared" memory, where ranks have a machine in common
+    and it will do, and "gloo" between machines, and where ranks share a GPU, which NCCL refuses. Use it as a context
+    manager, or call :meth:`close`.
     """
 
     def __init__(
@@ -83,32 +84,61 @@ class World:
         device: torch.device | None = None,
         timeout_s: float = TIMEOUT_S,
         name: str = "shoal",
+        share: bool = True,
     ) -> None:
+        """``share`` says whether memory may be shared."""
         self.rank, self.size = rank, size
         self.device = device or torch.device("cpu")
-        self.backend = "nccl" if self.device.type == "cuda" else "gloo"
+        self.carrier = "nccl" if self.device.type == "cuda" else "gloo"
         self.ledger = Ledger()
         self._timeout = timedelta(seconds=timeout_s)
-        self._handles: dict[tuple[tuple[int, ...], str], Handle] = {}
+        self._backends: dict[tuple[tuple[int, ...], str], Backend] = {}
         self._store: dist.Store | None = None
+        self._links: Links | None = None
         self._heard = 0
-        if size > 1:
-            assert store is not None, "several ranks need a store to meet at"
-            # A prefix of its own per start: ranks restarted on a kept store would read their dead peers' addresses.
-            self._store = dist.PrefixStore(name, store)
-            if self.backend == "nccl" and any_shared(_gpu(self.device), self._store, size):
-                self.backend = "gloo"
+        if size == 1:
+            return
+        assert store is not None, "several ranks need a store to meet at"
+        # A prefix of its own per start: ranks restarted on a kept store would read their dead peers' addresses.
+        self._store = dist.PrefixStore(name, store)
+        if self.carrier == "nccl" and any_shared(_gpu(self.device), self._store, size):
+            self.carrier = "gloo"
+        elif self.carrier == "gloo" and share:
+            self._links = self._join()
+            self.carrier = "shared" if self._links else "gloo"
+        if self.carrier == "nccl":
+            self.default_group()
+            self._backends[tuple(range(size)), ""] = NcclGroup(dist.group.WORLD, rank)
+        # A rank that left at once would cut off peers that are still connecting.
+        barrier = self.everyone.backend
+        assert barrier is not None
+        barrier.barrier().wait()
+
+    def _join(self) -> Links | None:
+        """The links to the ranks of this machine, if there are others."""
+        assert self._store is not None
+        self._store.set(f"machine/{self.rank}", machine())
+        found = [self._store.get(f"machine/{rank}").decode() for rank in range(self.size)]
+        here = tuple(rank for rank, name in enumerate(found) if name == found[self.rank])
+        if len(here) == 1:
+            return None
+        store = dist.PrefixStore(f"machine/{here[0]}", self._store)
+        return Links.join(self.rank, here, store, self._timeout.total_seconds())
+
+    def default_group(self) -> None:
+        """Make torch.distributed's own group of all ranks, for what cannot do without: NCCL, and libraries that call
+        the functions of that module. All ranks call this."""
+        if self._store is not None and not dist.is_initialized():
+            nccl = self.carrier == "nccl"
             dist.init_process_group(
-                self.backend,
-                store=self._store,
-                rank=rank,
-                world_size=size,
+                "nccl" if nccl else "gloo",
+                store=dist.PrefixStore("default", self._store),
+                rank=self.rank,
+                world_size=self.size,
                 timeout=self._timeout,
-                device_id=self.device if self.backend == "nccl" else None,
+                device_id=self.device if nccl else None,
             )
-            # A rank that left at once would cut off peers that are still connecting.
             dist.barrier()
-            self._handles[tuple(range(size)), ""] = dist.group.WORLD
 
     @property
     def everyone(self) -> Group:
@@ -119,31 +149,29 @@ class World:
         """The group over ``ranks`` (ascending, this rank among them), made at the first call by all its members."""
         assert self.rank in ranks, f"rank {self.rank} is not in {ranks}"
         assert list(ranks) == sorted(set(ranks)), f"ranks must ascend: {ranks}"
-        if len(ranks) > 1 and (ranks, channel) not in self._handles:
-            self._handles[ranks, channel] = self._connect(ranks, channel)
-        return Group(ranks, axis, self.rank, self.ledger, self._handles, channel, self.backend)
+        if len(ranks) > 1 and (ranks, channel) not in self._backends:
+            self._backends[ranks, channel] = self._connect(ranks, channel)
+        return Group(ranks, axis, self.rank, self.ledger, self._backends, channel)
 
     def open_groups(self, wanted: Iterable[tuple[tuple[int, ...], str]]) -> None:
         """Make several groups, in one order on all ranks, so that overlapping groups cannot wait for each other."""
         for ranks, axis in sorted(set(wanted)):
             self.group(ranks, axis)
 
-    def _connect(self, ranks: tuple[int, ...], channel: str) -> Handle:
+    def _connect(self, ranks: tuple[int, ...], channel: str) -> Backend:
         """Connect the members of a group, under a name that follows from its ranks and channel alone.
 
         ``dist.new_group`` would need every rank of the world to make every group; where it lets members meet by
         themselves, it names a group by how many each has made before, and overlapping groups wait for ever.
         """
+        if self._links and self._links.join_all(ranks):
+            return SharedGroup(self._links, ranks, channel)
         assert self._store is not None
         store = dist.PrefixStore(f"group/{channel}/" + "-".join(map(str, ranks)), self._store)
         place = ranks.index(self.rank)
-        if self.backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
-            return dist.ProcessGroupNCCL(store, place, len(ranks), options)
-        handle: Handle = dist.ProcessGroupGloo(store, place, len(ranks), self._timeout)
-        handle.barrier().wait()
-        return handle
+        if self.carrier == "nccl":
+            return NcclGroup.meet(store, place, len(ranks), self._timeout)
+        return GlooGroup(store, place, len(ranks), self._timeout)
 
     def hear_first(self, said: str = "") -> str:
         """What the first rank says, ``said`` there; the others wait for it however long that takes. A collective would
@@ -162,11 +190,13 @@ class World:
         """Destroy every group. A second call does nothing."""
         if self._store is not None:
             self._store = None
-            for handle in self._handles.values():
-                if handle is not dist.group.WORLD:
-                    handle.shutdown()
-            self._handles.clear()
-            dist.destroy_process_group()
+            for backend in self._backends.values():
+                backend.close()
+            self._backends.clear()
+            if self._links:
+                self._links.close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     def __enter__(self) -> World:
         return self
@@ -233,6 +263,13 @@ def any_shared(mine: str, store: dist.Store, size: int) -> bool:
         store.set("all named", "")
     store.wait(["all named"])
     return store.add("shared", 0) > 0
+
+
+def machine() -> str:
+    """A name that no other machine has, and no container with other memory."""
+    with suppress(OSError):
+        return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    return socket.gethostname()
 
 
 def _gpu(device: torch.device) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from shoal.comm.collectives import Reduction, all_reduce, broadcast
+from shoal.comm.backends import Reduction
+from shoal.comm.collectives import all_reduce, broadcast
 from shoal.comm.world import Group
 
 _REDUCTIONS: tuple[tuple[bool, Reduction], ...] = ((True, "sum"), (False, "max"))

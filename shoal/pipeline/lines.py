@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -46,9 +47,12 @@ class Lines:
 
     def of(self, act: Act) -> Group:
         """The line of what is sent or received."""
-        here = self.ranks.index
-        sends = act.op in _SENDS
-        return self.between(act.op in _OF_GRADIENTS, here if sends else act.peer, act.peer if sends else here)
+        down = (act.peer < self._here) is (act.op in _SENDS)
+        return (self.gradients if act.op in _OF_GRADIENTS else self.activations)[down]
+
+    @cached_property
+    def _here(self) -> int:
+        return self.ranks.index
 
     def connect(self, program: Program, device: torch.device) -> None:
         """Open the ways that the messages of a program take and none has taken before. All ranks do so in one order,

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.comm.collectives import MESSAGE_TAGS, Pending
-from shoal.comm.point_to_point import start_receive, start_send
+from shoal.comm.collectives import Pending
+from shoal.comm.point_to_point import MESSAGE_TAGS, start_receive, start_send
 from shoal.errors import LayoutError, setting
 from shoal.pipeline.lines import Lines
 from shoal.pipeline.program import DROP, Act, Op, named
@@ -115,15 +115,19 @@ class Mail:
         self._roomless[act.peer].append((act, kind))
         self._make_room(act.peer)
 
-    def take_activation(self, act: Act, kind: Kind) -> tuple[Tensor, Form]:
-        """The input of a stage, once it has arrived."""
+    def activation(self, act: Act, kind: Kind) -> tuple[Tensor, Form]:
+        """The input of a stage, which may not be there before :meth:`await_activation`. Waits for its form alone."""
         peer = self._sender.pop((act.stage, act.micro_batch))
-        while (act.op, act.stage, act.micro_batch) not in self._expected:
+        while (place := _place(act)) not in self._expected:
             (first, of_first), header = self._roomless[peer][0], self._headers.pop(peer)
             self._wait(header)
             self._forms[first.stage, of_first] = Form.read(header.tensor.tolist())
             self._make_room(peer)
-        return self._take(act), self._forms[act.stage, kind]
+        return self._expected[place].tensor, self._forms[act.stage, kind]
+
+    def await_activation(self, act: Act) -> None:
+        """The input of a stage is there from now on."""
+        self._wait(self._expected.pop(_place(act)))
 
     def _make_room(self, peer: int) -> None:
         """For all activations from a rank up to one of unknown form, and for the header of that one."""
@@ -145,7 +149,9 @@ class Mail:
 
     def take_gradient(self, act: Act) -> Tensor:
         """The gradient of a stage's output, once it has arrived."""
-        return self._take(act)
+        message = self._expected.pop(_place(act))
+        self._wait(message)
+        return message.tensor
 
     def drop(self, act: Act) -> None:
         """Let go of what was sent, once it has been received; of nothing, where nothing had to be sent."""
@@ -169,11 +175,6 @@ class Mail:
         purpose = "boundary header" if header else "boundary"
         return _Message(act, tensor, start_receive(tensor, self._lines.of(act), act.peer, tag, purpose))
 
-    def _take(self, act: Act) -> Tensor:
-        message = self._expected.pop((named(act).op, act.stage, act.micro_batch))
-        self._wait(message)
-        return message.tensor
-
     def _wait(self, message: _Message) -> None:
         try:
             message.pending.wait()
@@ -181,6 +182,11 @@ class Mail:
             peer = self._lines.ranks.ranks[message.act.peer]
             error.add_note(f"nothing from rank {peer} while {message.act.in_words()}")
             raise
+
+
+def _place(act: Act) -> tuple[Op, int, int]:
+    """Under which a pass finds what it takes in."""
+    return named(act).op, act.stage, act.micro_batch
 
 
 def _tag(sender: int, micro_batch: int, header: bool) -> int:

@@ -45,6 +45,7 @@ def test_all_do_the_same_and_dtensor_moves_what_its_placements_say(pool: Pool, t
 
 
 def watched(world: World) -> list[float]:
+    world.default_group()
     ledger, everyone, x = Ledger(), dist.group.WORLD, torch.ones(4, 6)
     mesh = init_device_mesh("cpu", (world.size,))
     part = DTensor.from_local(x, mesh, [Shard(0)])
@@ -69,6 +70,7 @@ def test_words_of_torch_collectives_are_counted_as_the_ledger_counts(pool: Pool)
 
 
 def held(world: World) -> Counts:
+    world.default_group()
     mesh = init_device_mesh("cpu", (world.size,))
     kept, small = DTensor.from_local(torch.zeros(1000), mesh, [Shard(0)]), torch.zeros(10)
 

@@ -5,15 +5,14 @@ import time
 import pytest
 import torch
 
-from shoal.comm import messages
+from shoal.comm.backends import gloo
 from shoal.comm.collectives import (
-    MESSAGE_TAGS,
     start_all_gather,
     start_reduce,
     start_reduce_scatter,
 )
 from shoal.comm.ledger import Ledger
-from shoal.comm.point_to_point import connect, start_receive, start_send
+from shoal.comm.point_to_point import MESSAGE_TAGS, connect, start_receive, start_send
 from shoal.comm.world import Group, World
 from shoal.errors import RankFailed
 from shoal.train.pool import Pool
@@ -114,7 +113,7 @@ def test_waiting_for_what_never_comes_ends_at_the_time_out_of_the_group(pool: Po
 
 def staged(world: World) -> tuple[list[float], ...]:
     """A message and the collectives made of messages, through memory of their own as between GPUs under gloo."""
-    messages._staged = lambda tensor, group: True  # of this process; the pool ends with the test
+    gloo._staged = lambda tensor: True  # of this process; the pool ends with the test
     (first, *_), group = around(world), world.everyone
     parts, sums = torch.empty(world.size), torch.empty(1)
     start_all_gather(parts, torch.tensor([float(world.rank)]), group, "parameters").wait()
@@ -126,7 +125,7 @@ def staged(world: World) -> tuple[list[float], ...]:
 
 def test_messages_may_be_staged() -> None:
     with Pool(3) as pool:
-        found = pool.run(staged, ranks=3)
+        found = pool.run(staged, ranks=3, share=False)
     assert [one[0] for one in found] == [[2], [0], [1]]
     assert [one[1] for one in found] == [[0, 1, 2]] * 3
     assert [one[2] for one in found] == [[0], [1110], [2220]]

@@ -41,7 +41,7 @@ def test_a_process_that_nothing_launched_is_alone(monkeypatch: pytest.MonkeyPatc
         assert (world.rank, world.size, world.device) == (0, 1, torch.device("cpu"))
         assert world.everyone == Group((0,), "world", 0, world.ledger, {})
         assert world.everyone.index == 0
-        assert world.everyone.handle is None
+        assert world.everyone.backend is None
     assert not dist.is_initialized()
 
 
@@ -149,13 +149,14 @@ def test_without_an_agent_rank_zero_serves_the_store(pool: Pool) -> None:
 
 def timeouts(world: World) -> list[Any]:
     sub = world.group((0, 1) if world.rank < 2 else (2, 3), "tp")
-    assert world.group(sub.ranks, "tp").handle is sub.handle
+    assert world.group(sub.ranks, "tp").backend is sub.backend
     renamed = world.group(sub.ranks, "dp")
-    assert (renamed.axis, renamed.handle) == ("dp", sub.handle)
+    assert (renamed.axis, renamed.backend) == ("dp", sub.backend)
     barrier(world.everyone)
-    handles = [group.handle for group in (world.everyone, sub)]
-    backends = [getattr(handle, "_get_backend", lambda _, handle=handle: handle)(world.device) for handle in handles]
-    return [backend.options._timeout for backend in backends]
+    backends: list[Any] = [group.backend for group in (world.everyone, sub)]
+    if world.carrier == "shared":
+        return [timedelta(seconds=backend.links.timeout_s) for backend in backends]
+    return [backend.group.options._timeout for backend in backends]
 
 
 def test_every_group_has_the_runs_time_out(pool: Pool) -> None:
@@ -166,8 +167,8 @@ def cross(world: World) -> list[int]:
     """Two messages of one tag, each over a channel of its own, received in the other order than they are sent."""
     pair = world.everyone.ranks
     first, second = (world.group(pair, "pp", channel) for channel in ("first", "second"))
-    assert len({world.everyone.handle, first.handle, second.handle}) == 3
-    assert world.group(pair, "dp", "first").handle is first.handle
+    assert len({world.everyone.backend, first.backend, second.backend}) == 3
+    assert world.group(pair, "dp", "first").backend is first.backend
     found = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
     if world.rank == 0:
         messages = [start_send(torch.tensor([number]), group, 1, 0) for number, group in enumerate((first, second))]
@@ -197,6 +198,8 @@ def test_a_collective_that_nobody_answers_fails_after_the_time_out(pool: Pool) -
 
 
 def leave_twice(world: World) -> list[bool]:
+    world.default_group()
+    world.default_group()
     found = [dist.is_initialized()]
     barrier(world.group((0, 1), "tp"))
     leave(world)

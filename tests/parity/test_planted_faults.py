@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor
 from typer.testing import CliRunner
 
 from shoal import engine as engine_module
 from shoal.cli import app
 from shoal.comm.collectives import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
+from shoal.comm.world import World
 from shoal.config import load
 from shoal.data_parallel import sync as sync_module
 from shoal.data_parallel import zero as zero_module
@@ -30,7 +30,8 @@ from shoal.layout import Layout
 from shoal.model import decoder as decoder_module
 from shoal.model.dropout import Noise
 from shoal.optim.clip import squared_norm
-from shoal.pipeline.mail import Mail
+from shoal.pipeline.mail import Form, Kind, Mail
+from shoal.pipeline.program import Act
 from shoal.placement import Rule
 from shoal.tensor.one_d import OneD
 from shoal.train import verify as verify_module
@@ -42,8 +43,22 @@ RUN = Path(__file__).parents[2] / "runs" / "tiny6.toml"
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
+HERE: list[int] = []
+"""The rank of this process, if it is one of several and a fault asks for that."""
+
+
+def knowing_ranks(patch: pytest.MonkeyPatch) -> None:
+    make = World.__init__
+
+    def noted(self: World, rank: int = 0, size: int = 1, *arguments: Any, **options: Any) -> None:
+        HERE[:] = [rank] if size > 1 else []
+        make(self, rank, size, *arguments, **options)
+
+    patch.setattr(World, "__init__", noted)
+
+
 def on_rank(rank: int) -> bool:
-    return dist.is_initialized() and dist.get_rank() == rank
+    return rank in HERE
 
 
 # ---- replicas
@@ -80,6 +95,7 @@ def norm_counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_weights(patch: pytest.MonkeyPatch) -> None:
+    knowing_ranks(patch)
     update = Engine._update
 
     def late(self: Engine, first: int) -> None:
@@ -90,6 +106,7 @@ def stale_weights(patch: pytest.MonkeyPatch) -> None:
 
 
 def mask_on_one_rank_only(patch: pytest.MonkeyPatch) -> None:
+    knowing_ranks(patch)
     masked = verify_module._masked
     patch.setattr(verify_module, "_masked", lambda batch, config: batch if on_rank(1) else masked(batch, config))
 
@@ -105,8 +122,10 @@ def micro_batch_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def dropout_by_local_number(patch: pytest.MonkeyPatch) -> None:
+    knowing_ranks(patch)
+
     def of(seed: int, step: int, sample: Tensor, length: int) -> Noise:
-        return Noise.of(seed, step, sample - sample[0] if dist.is_initialized() else sample, length)
+        return Noise.of(seed, step, sample - sample[0] if HERE else sample, length)
 
     patch.setattr(decoder_module, "Noise", type("Local", (), {"of": staticmethod(of)}))
 
@@ -191,23 +210,32 @@ def not_summed(patch: pytest.MonkeyPatch, over: Callable[[str], bool]) -> None:
 
 
 def gradient_of_another_micro_batch(patch: pytest.MonkeyPatch) -> None:
-    delay(patch, "take_gradient", lambda gradient: gradient.clone())
+    """Every gradient but the first of a step is the one before."""
+    right = Mail.take_gradient
+
+    def late(self: Any, act: Act) -> Tensor:
+        found = right(self, act)
+        before, self.before = getattr(self, "before", found.clone()), found.clone()
+        return before
+
+    patch.setattr(Mail, "take_gradient", late)
 
 
 def activation_of_the_micro_batch_before(patch: pytest.MonkeyPatch) -> None:
-    delay(patch, "take_activation", lambda arrived: (arrived[0].clone(), arrived[1]))
+    """Every activation but the first of a step is the one before."""
+    room, right = Mail.activation, Mail.await_activation
 
+    def made(self: Any, act: Act, kind: Kind) -> tuple[Tensor, Form]:
+        self.room, form = room(self, act, kind)
+        return self.room, form
 
-def delay(patch: pytest.MonkeyPatch, take: str, copy: Callable[[Any], Any]) -> None:
-    """Every answer but the first of a step is the one before."""
-    right = getattr(Mail, take)
+    def late(self: Any, act: Act) -> None:
+        right(self, act)
+        before, self.before = getattr(self, "before", self.room.clone()), self.room.clone()
+        self.room.copy_(before)
 
-    def late(self: Mail, *place: Any) -> Any:
-        found = right(self, *place)
-        before, self.before = getattr(self, "before", copy(found)), copy(found)
-        return before
-
-    patch.setattr(Mail, take, late)
+    patch.setattr(Mail, "activation", made)
+    patch.setattr(Mail, "await_activation", late)
 
 
 # ---- what verify says

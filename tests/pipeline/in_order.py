@@ -128,8 +128,8 @@ class End:
     rank: int
     channel: str
 
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> Message:
-        return self.net.start(self.rank, to, self.channel, Message(self.net, tensors[0], True, tag))
+    def send(self, tensor: Tensor, to: int, tag: int) -> Message:
+        return self.net.start(self.rank, to, self.channel, Message(self.net, tensor, True, tag))
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Message:
-        return self.net.start(self.rank, source, self.channel, Message(self.net, tensors[0], False, tag))
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Message:
+        return self.net.start(self.rank, source, self.channel, Message(self.net, tensor, False, tag))
