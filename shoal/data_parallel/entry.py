@@ -21,11 +21,13 @@ Contribution = Callable[[], None]
 
 
 class Later:
-    """Where contributions wait that are to be made later, while there is a place (``kept``): a backward pass that makes
-    the gradients of inputs alone sets one (Qi et al. 2023, 2401.10241)."""
+    """Contributions that are not entered at once: those that are to be made later, while there is a place for them
+    (``kept``), which a backward pass that makes the gradients of inputs alone sets (Qi et al. 2023, 2401.10241); and
+    the one that is on its way from other ranks while the backward pass goes on."""
 
     def __init__(self) -> None:
         self.kept: list[Contribution] | None = None
+        self._coming: Contribution | None = None
 
     def keep(self, contribution: Contribution) -> bool:
         """Whether a contribution now waits; else it is to be made at once."""
@@ -33,6 +35,21 @@ class Later:
             return False
         self.kept.append(contribution)
         return True
+
+    def expect(self, contribution: Contribution) -> None:
+        """One is under way, and the one before has had its time."""
+        self.settle()
+        self._coming = contribution
+
+    def settle(self) -> None:
+        """Nothing is under way any more."""
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming()
+
+    def forget(self) -> None:
+        """Nobody waits for what was under way when a step failed."""
+        self._coming = None
 
 
 class Main:
@@ -93,6 +110,10 @@ class Main:
     def later(self, contribution: Contribution) -> bool:
         """Whether ``contribution`` waits now."""
         return self._later.keep(contribution)
+
+    def add_arriving(self, arrive: Callable[[], Tensor]) -> None:
+        """Add what ``arrive`` returns (given up) before the next one comes, or the backward pass leaves the unit."""
+        self._later.expect(lambda: self.add(arrive()))
 
     def add(self, gradient: Tensor) -> None:
         """Add ``gradient`` (given up)."""

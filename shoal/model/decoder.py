@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -226,7 +227,9 @@ class Decoder(nn.Module):
         :class:`ConfigError` where the positions are more than the model has learned."""
         drops = train and self.shape.dropout > 0
         noise = Noise.of(seed, step, batch["sample"], batch["tokens"].shape[1]) if drops else None
-        return Context.of(self.shape, next(self.parameters()).dtype, batch, noise, cache, newest=newest)
+        ends_first = chain(self.head.parameters(), self.embed.parameters(), self.blocks.parameters())
+        dtype = next(ends_first).dtype  # to look through the blocks of other stages takes a per cent of a step
+        return Context.of(self.shape, dtype, batch, noise, cache, newest=newest)
 
     def decode(self, tokens_BT: Tensor, cache: Cache, *, newest: bool = False) -> Tensor:
         """Logits [B, T, vocabulary] of positions that follow those in the cache, which grows by them; [B, 1,

@@ -24,8 +24,8 @@ class Sink(Protocol):
     def later(self, contribution: Callable[[], None]) -> bool:
         """Whether the gradient is to be made later, by calling ``contribution``, which is kept."""
 
-    def add(self, gradient: Tensor) -> None:
-        """Add ``gradient``."""
+    def add_arriving(self, arrive: Callable[[], Tensor]) -> None:
+        """Add what ``arrive`` returns when it has come, for which there is time until the next one is under way."""
 
     def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
         """Add ``gradient`` times a scalar."""
@@ -62,12 +62,12 @@ def later(weight: Tensor, contribution: Callable[[], None]) -> bool:
     return sink is not None and sink.later(contribution)
 
 
-def whole_gradient(weight: Tensor, gradient: Tensor) -> Tensor | None:
-    """``gradient``, as that of ``weight``; None where its sink has taken it."""
+def arriving_gradient(weight: Tensor, arrive: Callable[[], Tensor]) -> Tensor | None:
+    """What ``arrive`` returns when it has come, as the gradient of ``weight``; None where its sink takes it in."""
     sink: Sink | None = getattr(weight, "sink", None)
     if sink is None:
-        return gradient
-    sink.add(gradient)
+        return arrive()
+    sink.add_arriving(arrive)
     return None
 
 

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from shoal.comm.collectives import start_all_gather, start_reduce_scatter
 from shoal.comm.differentiable import Arriving, pad
 from shoal.comm.world import Group
-from shoal.model.linear import later, whole_gradient
+from shoal.model.linear import arriving_gradient, later
 from shoal.tensor.ports import PURPOSE, Even, Port, Ports, Shares
 
 
@@ -140,7 +140,7 @@ def _weight_gradient(weight: Tensor, coming_x: Arriving[list[Tensor]], grad: Ten
     room = blocks.room(len(rows), grad)
     for slot, x in zip(blocks.slots(room), coming_x.wait(), strict=True):
         torch.mm(rows, x, out=slot)
-    return whole_gradient(weight, blocks.start_sum(room).wait())
+    return arriving_gradient(weight, blocks.start_sum(room).wait)
 
 
 def _later(weight: Tensor, x: Tensor, grad: Tensor, ports: Ports, lengths: tuple[int, int]) -> None:

@@ -39,6 +39,21 @@ def test_a_contribution_waits_while_there_is_a_place() -> None:
     assert made == [1, 2]
 
 
+def test_what_is_on_its_way_enters_when_the_next_one_is_or_nothing_more_is_expected() -> None:
+    later, made = Later(), []
+    later.expect(lambda: made.append(0))
+    assert made == []
+    later.expect(lambda: made.append(1))
+    assert made == [0]
+    later.settle()
+    later.settle()
+    assert made == [0, 1]
+    later.expect(lambda: made.append(2))
+    later.forget()  # a step that failed
+    later.settle()
+    assert made == [0, 1]
+
+
 def alone(kind: str = "allreduce", **options: Any) -> tuple[Sync, nn.Module, dict[str, nn.Parameter]]:
     """Two linears of one process, whose weights have sinks."""
     torch.manual_seed(0)

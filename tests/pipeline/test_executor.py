@@ -75,7 +75,7 @@ class Trace:
         return self.executor.run(self.program, self.batches, self.context, self.scale)
 
     def scale(self, micro_batch: int) -> Tensor:
-        assert self.events[-1] == "leave 3", "not before there is a loss to scale"
+        assert self.events[-1] == "back 3", "not before there is a loss to scale"
         return torch.tensor(0.25, dtype=torch.float64)
 
 

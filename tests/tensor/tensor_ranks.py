@@ -74,11 +74,11 @@ class Kept:
     def later(self, contribution: Callable[[], None]) -> bool:
         return False
 
-    def add(self, gradient: Tensor) -> None:
-        self.gradient = self.gradient + gradient
+    def add_arriving(self, arrive: Callable[[], Tensor]) -> None:
+        self.gradient = self.gradient + arrive()
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        self.add(left.t() @ right)
+        self.gradient = self.gradient + left.t() @ right
 
 
 def divide(

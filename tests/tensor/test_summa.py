@@ -174,9 +174,9 @@ class Kept:
     def later(self, contribution: Callable[[], None]) -> bool:
         return False
 
-    def add(self, gradient: Tensor) -> None:
+    def add_arriving(self, arrive: Callable[[], Tensor]) -> None:
         assert self.gradient is None
-        self.gradient = gradient
+        self.gradient = arrive()
 
 
 def of_any_numbers(world: World, case: Case) -> tuple[dict[str, Array | None], list[float], list[float]]:

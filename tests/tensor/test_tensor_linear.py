@@ -192,8 +192,8 @@ class ToldSink:
     def later(self, contribution: Callable[[], None]) -> bool:
         return False
 
-    def add(self, gradient: Tensor) -> None:
-        self.said.append("adds")
+    def add_arriving(self, arrive: Callable[[], Tensor]) -> None:
+        self.said.append("will add")
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         self.said.append("multiplies")
@@ -228,10 +228,11 @@ def test_input_and_weight_are_under_way_together() -> None:
     assert Script().forward == ["x enters", "w enters", "has x", "has w", "y leaves", "y has left"]
 
 
-def test_the_input_comes_back_while_its_gradient_is_made_and_that_leaves_while_the_weights_is_made() -> None:
+def test_the_input_comes_back_while_its_gradient_is_made_which_leaves_while_the_weights_is_and_that_is_on_its_way() -> (
+    None
+):
     assert Script().backward == [
-        "y enters", "w enters", "x enters", "has y", "has w", "x leaves", "has x", "w leaves", "w has left", "adds",
-        "x has left",
+        "y enters", "w enters", "x enters", "has y", "has w", "x leaves", "has x", "w leaves", "will add", "x has left",
     ]  # fmt: skip
 
 
@@ -247,7 +248,7 @@ def test_frozen_weights_and_inputs_move_nothing_for_their_gradients() -> None:
     frozen = Script(needs_weight=False)
     assert frozen.backward == ["y enters", "w enters", "has y", "has w", "x leaves", "x has left"]
     first = Script(needs_x=False)
-    assert first.backward == ["y enters", "x enters", "has y", "has x", "w leaves", "w has left", "adds"]
+    assert first.backward == ["y enters", "x enters", "has y", "has x", "w leaves", "will add"]
 
 
 # ---- memory ------------------------------------------------------------------------------------------------
