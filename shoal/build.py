@@ -29,6 +29,8 @@ from shoal.pipeline.program import Op, Program, placement
 from shoal.pipeline.program import Programs as EveryRank
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.schedules.forward_only import forward_only
+from shoal.pipeline.schedules.list_schedule import list_schedule
+from shoal.pipeline.simulate import Costs, even
 from shoal.pipeline.stages import cut
 from shoal.tensor.one_d import OneD
 from shoal.tensor.three_d import ThreeD
@@ -42,6 +44,8 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+Shares = tuple[float, ...]
 
 
 def costs_of(layers: Sequence[tuple[str, nn.Module]], roles: RoleTable) -> list[int]:
@@ -73,15 +77,26 @@ def stages_of(layout: Layout, layers: Sequence[tuple[str, nn.Module]], roles: Ro
         between = cut([0, *costs, 0], layout.stages, layout.stage_layers)
         stages = tuple(range(max(0, one.start - 1), min(len(layers), one.stop - 1)) for one in between)
     _check_buffers(layout, layers, stages)
-    if layout.schedule == "pipedream":
+    if kinds.SCHEDULES[layout.schedule].per_micro_batch:
         _check_apart(layout, layers, stages)
     return stages
 
 
+def shares_of(
+    layout: Layout, layers: Sequence[tuple[str, nn.Module]], roles: RoleTable, stages: Sequence[range]
+) -> Shares:
+    """What each of the ``stages`` costs, where they cost 1 on average; nothing where no order of passes is made for
+    that. All ranks find the same: they look at shapes of the whole model, before it is divided."""
+    costs = costs_of(layers, roles)
+    if layout.list_times is None or not sum(costs):
+        return ()
+    return tuple(len(stages) * sum(costs[unit] for unit in stage) / sum(costs) for stage in stages)
+
+
 def check_optimizers(layout: Layout, names: Collection[str]) -> None:
     """Refuse Muon where stages update at times of their own: its ranks divide the work on matrices between them."""
-    if layout.schedule == "pipedream" and "muon" in names:
-        problem = "Muon's ranks work together, and under pipedream they update at times of their own"
+    if kinds.SCHEDULES[layout.schedule].per_micro_batch and "muon" in names:
+        problem = f"Muon's ranks work together, and under {layout.schedule} they update at times of their own"
         raise LayoutError(setting("layout.pp", layout.pp, problem, f"use pp={layout.pp}:2bw, or another optimizer"))
 
 
@@ -99,7 +114,8 @@ def _check_apart(layout: Layout, layers: Sequence[tuple[str, nn.Module]], stages
     for at, stage in enumerate(stages):
         for parameter in {one for unit in stage for one in layers[unit][1].parameters()}:
             if home.setdefault(parameter, at) != at:
-                problem = f"under pipedream the copies of what stages {home[parameter]} and {at} share drift apart"
+                both = f"stages {home[parameter]} and {at}"
+                problem = f"under {layout.schedule} the copies of what {both} share drift apart"
                 raise LayoutError(setting("layout.pp", layout.pp, problem, f"use pp={layout.pp}:1f1b"))
 
 
@@ -159,7 +175,9 @@ def run_of(
 def sharing_of(layout: Layout) -> Sharing:
     """``zero`` and ``dtype``: what replicas divide, over how many, and the precision of gradients."""
     return Sharing(
-        split_backward=any(act.op is Op.INPUT_GRADIENT for one in passes_of(layout) for act in one.actions),
+        # Which passes an order has that is made to measure may depend on the model.
+        split_backward=kinds.SCHEDULES[layout.schedule].made_to_measure
+        or any(act.op is Op.INPUT_GRADIENT for one in passes_of(layout) for act in one.actions),
         half_grads=layout.half_grads,
         versions=layout.asynchronous,
         size=(layout.zero_group or layout.alike * dict(layout.tensor_axes).get("a", 1)) if layout.zero else 1,
@@ -194,11 +212,35 @@ def sync_of(
 
 
 @cache
-def passes_of(layout: Layout) -> EveryRank:
-    """``pp`` and ``mb``: the passes of a training step of all ranks of a pipeline."""
+def passes_of(layout: Layout, shares: Shares = ()) -> EveryRank:
+    """``pp`` and ``mb``: the passes of a training step of all ranks of a pipeline, whose stages have ``shares`` of the
+    times that ``list`` is made for (:func:`shares_of`): without them they are alike.
+
+    On which rank a stage is depends on the layout alone. So ``list`` chooses between round the ranks and up and down
+    them for stages that are alike, and then the order for those that there are.
+    """
     # Of an asynchronous schedule, a step by itself is one of 1F1B.
     name = "1f1b" if kinds.SCHEDULES[layout.schedule].asynchronous else layout.schedule
-    return SCHEDULES[name](layout.pp, layout.mb, layout.chunks)
+    if not kinds.SCHEDULES[name].made_to_measure:
+        return SCHEDULES[name](layout.pp, layout.mb, layout.chunks)
+    home = homes_of(layout) if shares else None
+    costs = list_costs(layout, shares)
+    return list_schedule(layout.pp, layout.mb, layout.chunks, costs=costs, memory=layout.list_memory, home=home)
+
+
+def list_costs(layout: Layout, shares: Shares = ()) -> Costs:
+    """What ``list`` makes its order for: the times of the layout, and memory in micro-batches, of which each of the V
+    stages of a rank holds 1/V."""
+    names = ("forward", "input_gradient", "weight_gradient", "transfer")
+    times = dict(zip(names, layout.list_times or (1.0, 1.0, 1.0, 0.0), strict=True))
+    alike = even(layout.pp, layout.chunks, **times)
+    if not shares:
+        return alike
+    forward, input_gradient, weight_gradient = (
+        tuple(time * share for time, share in zip(of_stages, shares, strict=True))
+        for of_stages in (alike.forward, alike.input_gradient, alike.weight_gradient)
+    )
+    return replace(alike, forward=forward, input_gradient=input_gradient, weight_gradient=weight_gradient)
 
 
 def homes_of(layout: Layout) -> tuple[int, ...]:
@@ -215,8 +257,8 @@ class Programs:
     decode: Program
 
 
-def programs_of(layout: Layout, rank: int) -> Programs:
-    """``pp`` and ``mb``: what one rank of a pipeline does, in order."""
+def programs_of(layout: Layout, rank: int, shares: Shares = ()) -> Programs:
+    """``pp`` and ``mb``: what one rank of a pipeline does, in order, with stages of the ``shares``."""
 
     def mine(passes: EveryRank, train: bool) -> Program:
         programs = lower(passes)
@@ -225,7 +267,7 @@ def programs_of(layout: Layout, rank: int) -> Programs:
 
     homes = homes_of(layout)
     return Programs(
-        train=mine(passes_of(layout), train=True),
+        train=mine(passes_of(layout, shares), train=True),
         evaluate=mine(forward_only(homes, layout.mb), train=False),
         decode=mine(forward_only(homes, 1), train=False),
     )

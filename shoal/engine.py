@@ -12,14 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from shoal import checkpoint
-from shoal.build import check_optimizers, held_units, homes_of, interpreter_of, programs_of, run_of, stages_of, sync_of
+from shoal.build import (
+    check_optimizers,
+    held_units,
+    homes_of,
+    interpreter_of,
+    programs_of,
+    run_of,
+    shares_of,
+    stages_of,
+    sync_of,
+)
 from shoal.comm.collectives import all_reduce, broadcast, start_all_reduce
 from shoal.comm.world import World
 from shoal.config import Optimizer
 from shoal.data_parallel.buffers import average, copy_from_first
 from shoal.errors import ConfigError, Diverged
 from shoal.feed import check_same, micro_batches
-from shoal.flow import Flow
+from shoal.flow import Flow, updates_by_layer, updates_of
 from shoal.layout import Layout
 from shoal.local import adapt, allot, buffer_fragments, drop, lay_out, persistent_buffers
 from shoal.mesh import Mesh
@@ -107,6 +117,7 @@ class Engine:
         copy_from_first(given, self.world.everyone)
         # Cut into pipeline stages.
         stages, homes, at = stages_of(self.layout, layers, roles), homes_of(self.layout), mesh.coords["pp"]
+        shares = shares_of(self.layout, layers, roles, stages)
         own = [stage for stage, home in enumerate(homes) if home == at]
         units_of = held_units(stages, homes)
         mine = units_of[at]
@@ -130,8 +141,9 @@ class Engine:
         self._sync = sync_of(self.layout, held, treat, mesh, uses, masters=masters)
         self._updater = Updater(self.optimizer, self._sync.runs(), self.world, self.seed)
         self._buffers = [buffer for _, buffer in persistent_buffers(module)]
+        self._units, self._layers = mine, len(layers)
         # The Program, and what its actions mean.
-        self._programs = programs_of(self.layout, at)
+        self._programs = programs_of(self.layout, at, shares)
         handlers = Handlers(
             must_see=self._sync.must_see,
             enter_unit=self._sync.enter_unit,
@@ -152,7 +164,7 @@ class Engine:
         layout, mesh, device = self.layout, self.mesh, self.world.device
         stream = Stream(layout.schedule, layout.pp, mesh.coords["pp"], layout.mb)
         memories = [(memory, [Place(*each) for each in places]) for memory, places in self._sync.buckets()]
-        weights = Weights(self.task.module, memories)
+        weights = Weights(self.task.module, memories, oldest=stream.oldest)
         stage = mesh.over("dp", "cp", *layout.tensor_names)
 
         def begin(scale: Callable[[int], Tensor]) -> Running:
@@ -176,7 +188,7 @@ class Engine:
         if not self._samples_checked:
             check_same(batch, self._replica, self.world.device)
             self._samples_checked = True
-        self._sync.check()
+        self._sync.check(under_way=self._flow is not None and self._flow.under_way)
         if self._flow is not None:
             return self._begin_step(self._flow, batches)
         self._sync.begin()
@@ -213,12 +225,13 @@ class Engine:
     def _begin_step(self, flow: Flow, batches: list[dict[str, Tensor]]) -> StepResult | None:
         contexts = self._contexts(seed=self.seed, step=self.steps_done, train=True)
         try:
-            found = flow.step(self.steps_done, batches, self._weights(batches), contexts)
+            flow.step(self.steps_done, batches, self._weights(batches), contexts)
         except BaseException:
             self._cut_short = True
             raise
+        finally:
+            self._finished += (found := flow.finished())
         self.steps_done += 1
-        self._finished += found
         return found[-1] if found else None
 
     def finished(self) -> list[StepResult]:
@@ -267,16 +280,20 @@ class Engine:
     def drain(self) -> None:
         """Finish what is in flight: nothing, under a schedule that ends each step with its update. What it finishes,
         :meth:`finished` tells. All ranks call it."""
-        if self._flow is not None:
-            self._check_whole()
-            try:
-                found = self._flow.drain()
-            except BaseException:
-                self._cut_short = True
-                raise
-            if found:
-                average(self._buffers, self._replicas)
-            self._finished += found
+        if (flow := self._flow) is None:
+            return
+        self._check_whole()
+        if not flow.under_way:
+            return
+        self._sync.check(under_way=True)
+        try:
+            flow.drain()
+        except BaseException:
+            self._cut_short = True
+            raise
+        finally:
+            self._finished += flow.finished()
+        average(self._buffers, self._replicas)
 
     def save(self, folder: Path, meta: Mapping[str, Any] | None = None, *, keep: int | None = None) -> Path:
         """Write weights and optimizer states as a new checkpoint below ``folder``; returns its path.
@@ -285,7 +302,8 @@ class Engine:
         that many of the newest remain.
         """
         self.drain()
-        kept = {**(meta or {}), _META: {**self._guard.state(), _UPDATES: self._updater.updates}}
+        made = updates_by_layer(self._updater.updates, self._units, self._layers, self._pipeline, self.world.device)
+        kept = {**(meta or {}), _META: {**self._guard.state(), _UPDATES: made}}
         return checkpoint.save(folder, self.steps_done, self.fragments(), kept, self.world, keep)
 
     def load(self, path: Path, *, states: bool = True) -> dict[str, Any]:
@@ -304,7 +322,8 @@ class Engine:
         own = meta.pop(_META, {})
         self.steps_done = step if states else 0
         self._guard.restore(own if states else {})
-        self._updater.set_steps(int(own.get(_UPDATES, self.steps_done - self.skipped)) if states else 0)
+        made = updates_of(own.get(_UPDATES, self.steps_done - self.skipped), self._units)
+        self._updater.set_steps(made if states else 0)
         return meta
 
     def fragments(self) -> list[Fragment]:
@@ -338,12 +357,8 @@ class Engine:
             return
         factor = clip_factor(self._grad_norm, self.optimizer.clip) / self._guard.scale
         self._updated = self._guard.passes(self._grad_norm)
-        if self._guard.exhausted:
-            raise Diverged(
-                f"step {self.steps_done + 1}: the gradient norm is {self._grad_norm}; nothing was updated "
-                f"(step {self._guard.in_a_row} in a row). Go on from the last checkpoint with a lower optimizer.lr "
-                f"(it is {self.optimizer.lr}) or a longer warm-up"
-            )
+        if (end := self._guard.end(self.steps_done + 1, self._grad_norm, self.optimizer.lr)) is not None:
+            raise end
         self._lr = self._updater.update(self.rate(self.steps_done), factor) if self._updated else 0.0
         self._sync.updated()
 

@@ -39,9 +39,17 @@ class RankFailed(ShoalError):
 
 
 class Diverged(ShoalError):
-    """A step whose gradients are not finite: training cannot go on from here."""
+    """Gradients of step number ``step``, counted from 1, are not finite: training cannot go on from here. Where its
+    micro-batches are updates of their own, those of ``micro_batches`` are not."""
 
     exit_code = 1
+
+    def __init__(self, message: str, step: int, micro_batches: tuple[int, ...] = ()) -> None:
+        super().__init__(message, step, micro_batches)
+        self.step, self.micro_batches = step, micro_batches
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Stopped(ShoalError):

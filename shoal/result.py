@@ -11,8 +11,9 @@ class StepResult:
 
     ``loss`` is the mean over the ``weight`` positions (or samples) of the whole step, all ranks together;
     ``grad_norm`` that of all gradients before clipping; ``lr`` the rate that was applied: 0 where the step was
-    ``skipped``, because a gradient was not finite. Under PipeDream, where a step has many updates, the norm is the root
-    mean square over them, and ``skipped`` says that one of a stage's was.
+    ``skipped``, because a gradient was not finite. Under PipeDream, where each micro-batch is an update of each stage,
+    the norm is the root mean square over them, and ``skipped`` says that one of a stage's was: of those of
+    ``micro_batches``, counted from 0 in the step.
     """
 
     step: int
@@ -21,3 +22,4 @@ class StepResult:
     lr: float
     weight: float
     skipped: bool = False
+    micro_batches: tuple[int, ...] = ()

@@ -23,7 +23,10 @@ from shoal.train import delayed
 from shoal.train.pool import Pool
 from shoal.train.setup import learning_rate, make_model, materialise_alone, open_data
 
-LINES = ("pp=2:2bw,mb=2", "pp=4:2bw,mb=3", "pp=2:pipedream,mb=1", "pp=4:pipedream,mb=2", "dp=2,zero=1,pp=2:2bw,mb=2")
+LINES = (
+    "pp=2:2bw,mb=2", "pp=4:2bw,mb=3", "pp=2:pipedream,mb=1", "pp=4:pipedream,mb=2", "pp=4:pipedream-vertical,mb=2",
+    "dp=2,zero=1,pp=2:2bw,mb=2", "dp=2,zero=1,pp=2:pipedream-vertical,mb=2",
+)  # fmt: skip
 EXACT = 1e-12
 
 
@@ -42,7 +45,7 @@ def oracle(config: Config, line: str) -> delayed.DelayedTrainer:
         for unit in units
         for name, _ in layers[unit][1].named_parameters()
     }
-    return delayed.pipedream(*common, stages, layout.mb, layout.dp)
+    return delayed.pipedream(*common, stages, layout.mb, layout.dp, vertical="vertical" in layout.schedule)
 
 
 def exact(*settings: str) -> Config:
@@ -163,6 +166,12 @@ def test_pipedream_has_as_many_versions_as_ranks_follow(line: str, pool: Pool) -
     assert pool.run(versions, line, ranks=ranks) == [(ranks - rank, ranks - rank) for rank in range(ranks)]
 
 
+@pytest.mark.parametrize("line", ["pp=4:pipedream-vertical,mb=2", "pp=2:pipedream-vertical,mb=1"])
+def test_with_vertical_sync_every_rank_has_as_many_versions_as_there_are_ranks(line: str, pool: Pool) -> None:
+    ranks = Layout.parse(line).ranks
+    assert pool.run(versions, line, ranks=ranks) == [(ranks, ranks)] * ranks
+
+
 @pytest.mark.parametrize("line", ["pp=4:2bw,mb=3", "pp=4:2bw,mb=6", "pp=2:2bw,mb=2", "pp=3:2bw,mb=4"])
 def test_2bw_has_two_versions(line: str, pool: Pool) -> None:
     """The last rank, where a backward pass follows each forward pass at once, has one."""
@@ -202,21 +211,22 @@ def poisoned(world: World, line: str, skips: int) -> tuple[list[Any], list[Held]
     for number in range(STEPS):
         engine.step(samples(number, layout.mb))
     engine.drain()
-    told = [(one.step, one.loss, one.grad_norm, one.skipped) for one in engine.finished()]
+    told = [(one.step, one.grad_norm, one.skipped, one.micro_batches) for one in engine.finished()]
     return told, weights(engine), engine.skipped
 
 
-def skipping(stages: list[list[int]], whole: bool, micro_batches: int) -> dict[str, Tensor]:
+def skipping(stages: list[list[int]], schedule: str, micro_batches: int) -> dict[str, Tensor]:
     """The weights after all steps by the recurrence, in which an update whose gradients are not finite is none."""
     net = Net()
     versions = [{name: one.detach().clone() for name, one in net.named_parameters()}]
-    last = len(stages) - 1
+    last, whole = len(stages) - 1, schedule == "2bw"
     for number in range(STEPS):
         for batch in [samples(number, micro_batches)] if whole else _parts(samples(number, micro_batches)):
             t = len(versions) - 1
             old = {}
             for stage, units in enumerate(stages):
-                behind = versions[max(0, t - (1 if whole else last - stage))]
+                age = {"2bw": 1, "pipedream": last - stage, "pipedream-vertical": last}[schedule]
+                behind = versions[max(0, t - age)]
                 old |= {name: value for name, value in behind.items() if int(name[0]) in units}
             parameters = {name: value.clone().requires_grad_() for name, value in old.items()}
             loss = torch.func.functional_call(net, parameters, (batch["inputs"],)).square().sum()
@@ -245,26 +255,31 @@ def _parts(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         ("pp=4:2bw,mb=3", [[0], [1], [2], [3]]),
         ("pp=2:pipedream,mb=2", [[0, 1], [2, 3]]),
         ("pp=4:pipedream,mb=1", [[0], [1], [2], [3]]),
+        ("pp=4:pipedream-vertical,mb=2", [[0], [1], [2], [3]]),
     ],
 )
 def test_gradients_that_are_not_finite_skip_their_update_and_no_other(
     line: str, stages: list[list[int]], pool: Pool
 ) -> None:
-    """Steps that were begun with the weights before go on, and so does the stream."""
+    """Steps that were begun with the weights before go on, and so does the stream. Where a micro-batch is an update of
+    its own, it is named."""
     layout = Layout.parse(line)
     found = pool.run(poisoned, line, 10, ranks=layout.ranks)
     for told, _, skipped in found:
         assert skipped == 1
         assert [step for step, *_ in told] == list(range(1, STEPS + 1))
-        assert [bad for *_, bad in told] == [number == POISONED for number in range(STEPS)]
-        assert [math.isfinite(norm) for _, _, norm, _ in told] == [number != POISONED for number in range(STEPS)]
+        assert [bad for _, _, bad, _ in told] == [number == POISONED for number in range(STEPS)]
+        assert [math.isfinite(norm) for _, norm, _, _ in told] == [number != POISONED for number in range(STEPS)]
+        named = () if layout.schedule == "2bw" else (min(1, layout.mb - 1),)
+        assert [which for *_, which in told] == [named if number == POISONED else () for number in range(STEPS)]
     whole = put_together(held for _, held, _ in found)
-    for name, weight in skipping(stages, layout.schedule == "2bw", layout.mb).items():
+    for name, weight in skipping(stages, layout.schedule, layout.mb).items():
         torch.testing.assert_close(whole[name], weight, rtol=EXACT, atol=EXACT)
 
 
-def endlessly_poisoned(world: World, line: str) -> tuple[str, bool]:
-    """What ends it, and whether the weights are the first ones."""
+def endlessly_poisoned(world: World, line: str) -> tuple[str, tuple[int, tuple[int, ...]], list[int], bool]:
+    """What ends it, of which step and micro-batches it says so, which steps have finished, and whether the weights are
+    the first ones."""
     optimizer = Optimizer(name="sgd", lr=LR, skips=2)
     engine = Engine(Net(), Layout.parse(line), optimizer=optimizer, loss=lambda y, _: y.square().sum(), world=world)
     before = weights(engine)
@@ -273,14 +288,18 @@ def endlessly_poisoned(world: World, line: str) -> tuple[str, bool]:
         for _ in range(12):
             engine.step({"inputs": inputs})
     except Diverged as error:
-        return str(error), equal(before, weights(engine))
-    return "", False
+        finished = [one.step for one in engine.finished()]
+        return str(error), (error.step, error.micro_batches), finished, equal(before, weights(engine))
+    return "", (0, ()), [], False
 
 
 @pytest.mark.parametrize("line", ["pp=2:2bw,mb=2", "pp=2:pipedream,mb=2", "pp=4:pipedream,mb=1"])
 def test_too_many_in_a_row_end_the_run_on_all_ranks(line: str, pool: Pool) -> None:
-    for told, unchanged in pool.run(endlessly_poisoned, line, ranks=Layout.parse(line).ranks):
+    layout = Layout.parse(line)
+    for told, which, finished, unchanged in pool.run(endlessly_poisoned, line, ranks=layout.ranks):
         assert told.startswith("step 3: the gradient norm is nan; nothing was updated (step 3 in a row)"), told
+        assert which == (3, () if layout.schedule == "2bw" else tuple(range(layout.mb)))
+        assert finished == [1, 2], "what came before is told, and nothing twice"
         assert unchanged
 
 

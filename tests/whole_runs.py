@@ -137,9 +137,9 @@ class Apart:
             finally:
                 os._exit(code)
 
-    def ranks(self) -> list[int]:
-        """The processes of its ranks, in order; waits until there are two."""
-        return until(lambda: len(found := children(self.pid)) == 2 and sorted(found), 30)
+    def ranks(self, count: int = 2) -> list[int]:
+        """The processes of its ranks, in order; waits until there are ``count``."""
+        return until(lambda: len(found := children(self.pid)) == count and sorted(found), 30)
 
     def end(self, seconds: float) -> Ended:
         """Wait for its end; the code is negative for a signal. Fails with the stacks of a process that does not end."""

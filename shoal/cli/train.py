@@ -38,7 +38,10 @@ def train(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="start at step 0; an earlier run is moved aside")] = False,
     trace: Annotated[
-        bool, typer.Option("--trace", help="write what three steps did, for ui.perfetto.dev, to trace.json of the run")
+        bool,
+        typer.Option(
+            "--trace", help="write what three steps did to trace.json of the run, for shoal report and ui.perfetto.dev"
+        ),
     ] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="print every setting and stop")] = False,
     json: JsonOption = False,

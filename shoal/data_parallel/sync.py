@@ -122,11 +122,13 @@ class Sync:
         self._units_done.clear()
         self._sent.clear()
         self._squares.zero_()
+        self.later.forget()
         for main in self._mains:
             main.begin()
 
     def postpone(self, kept: list[Contribution] | None) -> None:
         """Contributions to weights' gradients, of those that can wait, are ``kept`` until None is."""
+        self.later.settle()
         self.later.kept = kept
 
     def enter_unit(self, unit: int, backward: bool) -> None:
@@ -138,6 +140,7 @@ class Sync:
     def unit_done(self, unit: int, final: bool) -> None:
         """A backward pass has completed the gradients of ``unit``: take them in. If no pass will follow (``final``),
         send each bucket whose units all are complete."""
+        self.later.settle()
         self._take_in(self._used_by[unit])
         if not final:
             self._between_passes(unit)
@@ -315,17 +318,19 @@ class Sync:
                 for main in mains:
                     yield from main.held.fragments("gradient", main.gradient)
 
-    def check(self) -> None:
+    def check(self, *, under_way: bool = False) -> None:
         """Raise :class:`ConfigError` if a parameter no longer trains as it did when the layout was applied, or lies
-        elsewhere."""
-        frozen = [*self.frozen, *(slot.held for flat in self.frozen_flats for slot in flat.bucket.slots)]
-        for was, one in [*((True, main.held) for main in self._mains), *((False, one) for one in frozen)]:
-            if one.parameter.requires_grad != was:
-                word = "frozen" if was else "unfrozen"
-                raise ConfigError(f"Engine: {one.name} was {word} after the engine was made; do it before")
+        elsewhere. What somebody has written to parameters is what training goes on from; while steps are ``under_way``,
+        which compute with what was there, it is an error."""
+        for one in (*self.frozen, *(slot.held for flat in self.frozen_flats for slot in flat.bucket.slots)):
+            if one.parameter.requires_grad:
+                raise ConfigError(f"Engine: {one.name} was unfrozen after the engine was made; do it before")
         for flat in self.flats:
             flat.check_views()
-            flat.adopt()
+            if under_way:
+                flat.check_unwritten()
+            else:
+                flat.adopt()
 
     # ---- for subclasses
 

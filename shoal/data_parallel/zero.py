@@ -74,10 +74,11 @@ class Zero(Sync):
 
     def depart(self) -> None:
         if self._crossing is None:
-            self._settle(0)
             # By name, which is the same on all stages that share a parameter.
             crossing = [number for number, crosses in enumerate(self._crosses) if crosses]
             crossing.sort(key=lambda number: self.flats[number].bucket.name)
+            if crossing:
+                self._settle(0)
             self._crossing = [(number, self._start_cross(number)) for number in crossing]
 
     def turn(self) -> None:
@@ -86,6 +87,7 @@ class Zero(Sync):
 
     def finish(self) -> None:
         self.depart()
+        self._settle(0)
         for number, under_way in self._crossing or ():
             for pending in under_way:
                 pending.wait()
@@ -101,6 +103,8 @@ class Zero(Sync):
         ]
         for pending in gathers:
             pending.wait()
+        for flat in self.flats:
+            flat.see()
 
 
 class ZeroThree(Zero):

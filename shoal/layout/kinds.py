@@ -19,6 +19,7 @@ DTYPES = ("float64", "float32", "bf16", "fp16")
 HALVES = ("bf16", "fp16")
 
 Grid = tuple[int, ...]
+Times = tuple[float, ...]
 
 
 def tensor_grid(size: int, kind: str, given: Grid = ()) -> Grid | None:
@@ -155,6 +156,10 @@ class Schedule:
     """Whether V may differ from ``chunks``."""
     asynchronous: bool = False
     """Whether gradients meet weights newer than those they were computed with."""
+    per_micro_batch: bool = False
+    """Whether each micro-batch is an update of its own, of each stage by itself."""
+    made_to_measure: bool = False
+    """Whether its order is made for given times and a limit of memory."""
     mb_step: Callable[[int], int] = _one
     mb_least: Callable[[int], int] = _one
 
@@ -182,8 +187,9 @@ SCHEDULES = {
     "zb-v": Schedule(chunks=2),
     # Both directions of the V must be full before the steady state begins.
     "dualpipe-v": Schedule(chunks=2, mb_least=lambda p: 2 * p),
-    "list": Schedule(any_chunks=True),
-    "pipedream": Schedule(asynchronous=True),
+    "list": Schedule(any_chunks=True, made_to_measure=True),
+    "pipedream": Schedule(asynchronous=True, per_micro_batch=True),
+    "pipedream-vertical": Schedule(asynchronous=True, per_micro_batch=True),
     # With fewer, a micro-batch in flight would need a weight version that has not been made yet.
     "2bw": Schedule(asynchronous=True, mb_least=lambda p: max(1, p - 1)),
 }

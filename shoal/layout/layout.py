@@ -15,7 +15,7 @@ from typing import Protocol
 
 from shoal.layout import kinds, rules
 from shoal.layout import text as layout_text
-from shoal.layout.kinds import Grid
+from shoal.layout.kinds import Grid, Times
 from shoal.layout.text import Offload
 
 __all__ = ["BUILT", "Layout", "ModelShape", "Offload"]
@@ -38,6 +38,7 @@ BUILT: dict[str, tuple[str, ...]] = {
         "dualpipe-v",
         "list",
         "pipedream",
+        "pipedream-vertical",
         "2bw",
     ),
     "recompute": ("selective", "full"),
@@ -105,6 +106,13 @@ class Layout:
     """Pipeline stages a rank holds (V); 0 becomes the schedule's own number."""
     stage_layers: Grid | None = None
     """Layers of each global stage in order, pp·V entries; None balances them."""
+    list_times: Times | None = None
+    """What ``list`` makes its order for: (F, I, W, C), the time of a micro-batch's forward, input-gradient and
+    weight-gradient pass on a whole rank and of moving on to the next, in any unit; None takes the first three for the
+    same and the last for nothing."""
+    list_memory: float | None = None
+    """The most micro-batches whose activations ``list`` has a rank hold at one moment, those of one of V stages counted
+    as 1/V; None allows the ``pp`` of 1F1B."""
     cp: int = 1
     cp_kind: str = "ring"
     cp_grid: Grid = ()

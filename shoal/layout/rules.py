@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shoal.errors import LayoutError, nearest, setting
 from shoal.layout import kinds
-from shoal.layout.kinds import SCHEDULES, Grid, nearest_numbers
+from shoal.layout.kinds import SCHEDULES, Grid, Times, nearest_numbers
 from shoal.layout.text import context_text, pipeline_text, tensor_text, value_text
 
 if TYPE_CHECKING:
@@ -93,6 +93,29 @@ def check_shapes(layout: Layout) -> None:
     if layout.chunks < 0 or (layout.chunks not in (0, own.chunks) and not own.any_chunks):
         legal = _use("pp", [pipeline_text(layout.pp, layout.schedule, own.chunks)])
         raise refusal(layout, "pp", f"{layout.schedule} has exactly {own.chunks} stage(s) a rank", legal)
+    _check_measures(layout)
+
+
+def _check_measures(layout: Layout) -> None:
+    """Times and memory where an order is made for them, and such as one can be made for."""
+    times, memory = layout.list_times, layout.list_memory
+
+    def legal(schedule: str, times: Times | None, memory: float | None) -> str:
+        chunks = layout.chunks or SCHEDULES[layout.schedule].chunks
+        return pipeline_text(layout.pp, schedule, chunks, layout.stage_layers, times, memory)
+
+    if not SCHEDULES[layout.schedule].made_to_measure:
+        given = " and ".join(name for name, one in (("times", times), ("memory", memory)) if one is not None)
+        if given:
+            those = [legal(layout.schedule, None, None), legal("list", times, memory)]
+            raise refusal(layout, "pp", f"only list is made for {given}", _use("pp", those))
+        return
+    if times is not None and not (len(times) == 4 and all(0 <= time < 1e12 for time in times) and sum(times[:3]) > 0):
+        problem = "times needs four numbers F/I/W/C from 0, not all of the first three 0"
+        raise refusal(layout, "pp", problem, _use("pp", [legal(layout.schedule, (1, 1, 1, 0), memory)]))
+    if memory is not None and not 1 <= memory < 1e12:
+        problem = "memory starts at 1, what a rank holds of one micro-batch"
+        raise refusal(layout, "pp", problem, _use("pp", [legal(layout.schedule, times, 1)]))
 
 
 # ---- alone: fields together --------------------------------------------------------------------------------
@@ -120,7 +143,7 @@ def _check_pipeline(layout: Layout) -> None:
     layers, stages = layout.stage_layers, layout.stages
     if layers is not None and (len(layers) != stages or min(layers) < 1):
         even = kinds.split_evenly(max(sum(layers), stages), stages)
-        legal = _use("pp", [pipeline_text(layout.pp, layout.schedule, layout.chunks, even)])
+        legal = _use("pp", [_pipeline(layout, even)])
         raise refusal(layout, "pp", f"layers needs {stages} numbers from 1, one a stage", legal)
     chosen = layout.recompute_stages
     if chosen is None:
@@ -171,9 +194,9 @@ def _check_layers(layout: Layout, model: ModelShape) -> None:
     if layout.stage_layers is not None and sum(layout.stage_layers) != model.layers:
         even = kinds.split_evenly(model.layers, stages)
         problem = f"layers sum to {sum(layout.stage_layers)}, but the model has {model.layers}"
-        raise refusal(layout, "pp", problem, _use("pp", [pipeline_text(layout.pp, name, chunks, even)]))
-    if name == "pipedream" and model.tied:
-        problem = "under pipedream the two copies of a tied embedding drift apart"
+        raise refusal(layout, "pp", problem, _use("pp", [_pipeline(layout, even)]))
+    if SCHEDULES[name].per_micro_batch and model.tied:
+        problem = f"under {name} the two copies of a tied embedding drift apart"
         raise refusal(layout, "pp", problem, f"use model.tied=false or pp={layout.pp}:1f1b")
 
 
@@ -251,6 +274,11 @@ def _heads_fit(model: ModelShape, ranks: int) -> bool:
 def _heads(model: ModelShape) -> str:
     shared = f" with {model.kv_heads} key/value heads" if model.kv_heads != model.heads else ""
     return f"{model.heads} attention heads{shared}"
+
+
+def _pipeline(layout: Layout, layers: Grid) -> str:
+    """The pipeline of a layout, with other layers."""
+    return pipeline_text(layout.pp, layout.schedule, layout.chunks, layers, layout.list_times, layout.list_memory)
 
 
 def _tensor(kind: str, grid: Grid) -> str:

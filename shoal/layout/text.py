@@ -1,21 +1,21 @@
 """How a layout is written: one line, or the same keys as a table. Read here, printed here.
 
-    dp=2,tp=4:2d{form=loop},pp=3:1f1b{layers=4/2/2},zero=3/2,mb=3
+    dp=2,tp=4:2d{form=loop},pp=3:list{layers=4/2/2;memory=2.5},zero=3/2,mb=3
 
-Every value has the shape ``HEAD[:KIND][/NUMBER][{OPTION=...}]``; ``offload`` alone is a list. Reading checks
-the spelling only; whether words are known and sizes make sense is for ``Layout`` itself to say.
+Every value has the shape ``HEAD[:KIND][/NUMBER][{OPTION=...;OPTION=...}]``; ``offload`` alone is a list. Reading
+checks the spelling only; whether words are known and sizes make sense is for ``Layout`` itself to say.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import LayoutError, nearest, setting
-from shoal.layout.kinds import SCHEDULES, Grid, grid_text, tensor_grid
+from shoal.layout.kinds import SCHEDULES, Grid, Times, grid_text, tensor_grid
 
 if TYPE_CHECKING:
     from shoal.layout.layout import Layout
@@ -43,7 +43,8 @@ class _Key:
     word: bool = False
     kind: str | None = None
     number: str | None = None
-    option: tuple[str, str] | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    """By name, in the order in which they are printed."""
 
 
 _KEYS = {
@@ -54,15 +55,15 @@ _KEYS = {
         "tp",
         kind="tp_kind",
         number="tp_grid",
-        option=("form", "tp_form"),
+        options={"form": "tp_form"},
     ),
     "pp": _Key(
-        "N[:SCHEDULE[/V]][{layers=9/8/8/7}]",
+        "N[:SCHEDULE[/V]][{layers=9/8/8/7;times=F/I/W/C;memory=M}]",
         "pp=2:1f1b",
         "pp",
         kind="schedule",
         number="chunks",
-        option=("layers", "stage_layers"),
+        options={"layers": "stage_layers", "times": "list_times", "memory": "list_memory"},
     ),
     "cp": _Key("N[:ring|ulysses|gather|UxR]", "cp=2:ring", "cp", kind="cp_kind"),
     "ep": _Key("N", "ep=2", "ep"),
@@ -74,7 +75,7 @@ _KEYS = {
         "sync",
         word=True,
         number="servers",
-        option=("stale", "stale"),
+        options={"stale": "stale"},
     ),
     "mb": _Key("N", "mb=4", "mb"),
     "recompute": _Key(
@@ -82,7 +83,7 @@ _KEYS = {
         "recompute=full{stages=0/1}",
         "recompute",
         word=True,
-        option=("stages", "recompute_stages"),
+        options={"stages": "recompute_stages"},
     ),
     "offload": _Key("WHAT:WHERE[@F][+WHAT:WHERE...]", "offload=optimizer:cpu@0.5+params:nvme", "offload"),
     "dtype": _Key(
@@ -90,16 +91,15 @@ _KEYS = {
         "dtype=float32",
         "dtype",
         word=True,
-        option=("grads", "half_grads"),
+        options={"grads": "half_grads"},
     ),
     "auto": _Key("", "auto", "auto"),
 }
 
-_VALUE = re.compile(
-    r"(?P<head>[^:/{}]+)(:(?P<kind>[^:/{}]+))?(/(?P<number>[^:/{}]+))?(\{(?P<name>[^{}=]+)=(?P<option>[^{}=]+)\})?"
-)
+_VALUE = re.compile(r"(?P<head>[^:/{}]+)(:(?P<kind>[^:/{}]+))?(/(?P<number>[^:/{}]+))?(\{(?P<options>[^{}]+)\})?")
 # Six digits: more than any cluster has ranks, few enough to search for the nearest legal size.
 _WHOLE = re.compile(r"-?[0-9]{1,6}")
+_DECIMAL = re.compile(r"([0-9]{1,30}\.?[0-9]{0,30}|\.[0-9]{1,30})(e-?[0-9]{1,3})?")
 _SIDES = re.compile(r"[0-9]{1,6}(x[0-9]{1,6})+")
 _OFFLOAD = re.compile(r"(?P<what>[^:@+]+):(?P<where>[^:@+]+)(@(?P<fraction>[0-9.e-]+))?")
 
@@ -160,13 +160,10 @@ def _read_value(key: str, text: str) -> dict[str, Any]:
     spec, match = _KEYS[key], _VALUE.fullmatch(text)
     if match is None:
         raise _malformed(key, text)
-    head, kind, number, name, option = match.group("head", "kind", "number", "name", "option")
-    unasked = (
-        (kind is not None and spec.kind is None)
-        or (number is not None and (spec.number is None or (spec.kind is not None and kind is None)))
-        or (name is not None and (spec.option is None or name != spec.option[0]))
-    )
-    if unasked:
+    head, kind, number, options = match.group("head", "kind", "number", "options")
+    if (kind is not None and spec.kind is None) or (
+        number is not None and (spec.number is None or (spec.kind is not None and kind is None))
+    ):
         raise _malformed(key, text)
     if key == "tp" and number is not None and kind != "2.5d":
         raise LayoutError(setting("layout.tp", text, "only 2.5d has a depth", f"use tp={head}:{kind}"))
@@ -179,20 +176,30 @@ def _read_value(key: str, text: str) -> dict[str, Any]:
     if spec.number is not None and number is not None:
         amount = _positive(number, key, text)
         fields[spec.number] = _depth_grid(fields["tp"], amount) if key == "tp" else amount
-    if spec.option is not None and name is not None:
-        fields[spec.option[1]] = _read_option(name, option, key, text)
+    for part in options.split(";") if options is not None else ():
+        name, equals, option = (word.strip() for word in part.partition("="))
+        if not equals or not option or "=" in option or name not in spec.options:
+            raise _malformed(key, text)
+        if spec.options[name] in fields:
+            raise LayoutError(setting(f"layout.{key}", text, f"{name} is given twice", f"keep one {name}={option}"))
+        fields[spec.options[name]] = _read_option(name, option, key, text)
     return fields
 
 
-def _read_option(name: str, option: str, key: str, text: str) -> str | int | Grid:
-    if name == "form":
-        return option
-    if name == "stale":
-        return _whole(option, key, text)
-    if name == "grads":
-        if option != text.partition("{")[0]:
-            raise _malformed(key, text)
-        return True
+def _read_option(name: str, option: str, key: str, text: str) -> str | int | float | Grid | Times:
+    match name:
+        case "form":
+            return option
+        case "stale":
+            return _whole(option, key, text)
+        case "memory":
+            return _decimal(option, key, text)
+        case "times":
+            return tuple(_decimal(part, key, text) for part in option.split("/"))
+        case "grads":
+            if option != text.partition("{")[0]:
+                raise _malformed(key, text)
+            return True
     return tuple(_whole(part, key, text) for part in option.split("/"))
 
 
@@ -218,6 +225,13 @@ def _whole(word: str, key: str, text: str) -> int:
         problem = f"'{word}' is not a whole number of at most six digits"
         raise LayoutError(setting(f"layout.{key}", text, problem, f"use for example {_KEYS[key].example}"))
     return int(word)
+
+
+def _decimal(word: str, key: str, text: str) -> float:
+    if not _DECIMAL.fullmatch(word.strip()):
+        legal = "use for example pp=4:list{times=10/12/9/1;memory=3.5}"
+        raise LayoutError(setting(f"layout.{key}", text, f"'{word}' is not a number such as 12 or 3.5", legal))
+    return float(word)
 
 
 def _positive(word: str, key: str, text: str) -> int:
@@ -251,7 +265,9 @@ def value_text(layout: Layout, key: str) -> str:
     if key == "tp":
         return tensor_text(layout.tp, layout.tp_kind, layout.tp_grid, layout.tp_form)
     if key == "pp":
-        return pipeline_text(layout.pp, layout.schedule, layout.chunks, layout.stage_layers)
+        return pipeline_text(
+            layout.pp, layout.schedule, layout.chunks, layout.stage_layers, layout.list_times, layout.list_memory
+        )
     if key == "cp":
         return context_text(layout.cp, layout.cp_kind, layout.cp_grid)
     if key == "zero":
@@ -261,7 +277,7 @@ def value_text(layout: Layout, key: str) -> str:
         servers = f"/{layout.servers}" if layout.servers not in (None, default) else ""
         return layout.sync + servers + (f"{{stale={layout.stale}}}" if layout.stale else "")
     if key == "recompute":
-        return layout.recompute + _listed("stages", layout.recompute_stages)
+        return layout.recompute + _braced(stages=layout.recompute_stages)
     if key == "dtype":
         return layout.dtype + (f"{{grads={layout.dtype}}}" if layout.half_grads else "")
     if key == "offload":
@@ -287,13 +303,28 @@ def context_text(size: int, kind: str, grid: Grid) -> str:
     return str(size) + (f":{kind}" if kind != "ring" else "")
 
 
-def pipeline_text(size: int, schedule: str, chunks: int, layers: Grid | None = None) -> str:
-    """``2`` for 1F1B, ``4:interleaved/3``: V is written where it is not the schedule's own."""
+def pipeline_text(
+    size: int,
+    schedule: str,
+    chunks: int,
+    layers: Grid | None = None,
+    times: Times | None = None,
+    memory: float | None = None,
+) -> str:
+    """``2`` for 1F1B, ``4:interleaved/3``, ``2:list{layers=3/1;memory=1.5}``: V is written where it is not the
+    schedule's own."""
     own = schedule in SCHEDULES and SCHEDULES[schedule].chunks
     stages = f"/{chunks}" if chunks not in (0, own) else ""
     kind = f":{schedule}{stages}" if schedule != "1f1b" or stages else ""
-    return f"{size}{kind}{_listed('layers', layers)}"
+    return f"{size}{kind}{_braced(layers=layers, times=times, memory=None if memory is None else (memory,))}"
 
 
-def _listed(name: str, numbers: Grid | None) -> str:
-    return f"{{{name}={'/'.join(map(str, numbers))}}}" if numbers is not None else ""
+def _braced(**options: Times | None) -> str:
+    """``{layers=4/2;memory=2.5}`` of those that are given; without any, nothing."""
+    given = [f"{name}={'/'.join(map(_number, each))}" for name, each in options.items() if each is not None]
+    return f"{{{';'.join(given)}}}" if given else ""
+
+
+def _number(number: float) -> str:
+    """As few characters as read back as the same."""
+    return str(int(number)) if float(number).is_integer() else repr(number)

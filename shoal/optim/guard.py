@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isfinite
 
+from shoal.errors import Diverged
+
 START = 2.0**16
 INTERVAL = 2000
 """Finite steps in a row after which a larger scale is tried."""
@@ -43,6 +45,18 @@ class Guard:
     def exhausted(self) -> bool:
         """Whether too many steps in a row updated nothing."""
         return self.in_a_row > self._most
+
+    def end(self, step: int, norm: float, lr: float, micro_batches: tuple[int, ...] = ()) -> Diverged | None:
+        """What ends the run where that is so, after step number ``step``, counted from 1, whose gradients have this
+        norm; ``lr`` is the learning rate as it is configured."""
+        if not self.exhausted:
+            return None
+        return Diverged(
+            f"step {step}: the gradient norm is {norm}; nothing was updated (step {self.in_a_row} in a row). Go on "
+            f"from the last checkpoint with a lower optimizer.lr (it is {lr}) or a longer warm-up",
+            step,
+            micro_batches,
+        )
 
     def state(self) -> dict[str, float]:
         """What :meth:`restore` goes on from."""

@@ -185,6 +185,7 @@ class Running:
     ends: dict[int, Tensor] = field(default_factory=dict)
     contexts: Callable[[Batch], Any] = _nothing
     completing: frozenset[Act] = frozenset()
+    ages: Mapping[int, int] = field(default_factory=dict)
 
     def go(self, program: Program, batches: Sequence[Batch], contexts: Callable[[Batch], Any], first: int = 0) -> None:
         """Perform ``program``, whose micro-batch 0 is number ``first`` and which takes ``batches`` in."""
@@ -192,13 +193,14 @@ class Running:
         for number, batch in enumerate(batches, first):
             self.batches[number], self.kinds[number] = batch, kind_of(batch, train=self.scale is not None)
         self.completing = frozenset(_shifted(act, first) for act in program.last_contributions)
+        self.ages = dict(enumerate(program.ages, first))
         perform = self.recorder.around(self.perform)
         with torch.set_grad_enabled(self.scale is not None):
             for act in program.actions:
                 try:
                     perform(_shifted(act, first))
                 except Exception as error:
-                    error.add_note(f"in {act.in_words()}")
+                    error.add_note(f"in {_shifted(act, first).in_words()}")
                     raise
         self.batches.clear()
         self.kinds.clear()
@@ -217,36 +219,7 @@ class Running:
         return total
 
     def perform(self, act: Act) -> None:
-        stage, number = act.stage, act.micro_batch
-        match act.op:
-            case Op.FORWARD:
-                self._forward(act)
-            case Op.BACKWARD:
-                self._backward(act)
-            case Op.INPUT_GRADIENT:
-                self._input_gradient(act)
-            case Op.WEIGHT_GRADIENT:
-                self._weight_gradient(act)
-            case Op.SEND_ACTIVATION:
-                self.mail.send_activation(act, *self.inputs.pop((stage + 1, number)), self.kinds[number])
-            case Op.RECEIVE_ACTIVATION:
-                self.mail.receive_activation(act, self.kinds[number])
-            case Op.SEND_GRADIENT:
-                if (gradient := self.gradients.pop((stage - 1, number), None)) is not None:
-                    self.mail.send_gradient(act, gradient)
-            case Op.RECEIVE_GRADIENT:
-                if (form := self.passes[stage, number].output) and form.needs_grad:
-                    self.mail.receive_gradient(act, form)
-            case Op.DROP_ACTIVATION | Op.DROP_GRADIENT:
-                self.mail.drop(act)
-            case Op.REDUCE:
-                self.handlers.reduce(stage, number)
-            case Op.NORM:
-                self.handlers.norm(number)
-            case Op.UPDATE:
-                self.handlers.update(number)
-            case Op.BEGIN:
-                pass
+        _PERFORM[act.op](self, act)
 
     def _forward(self, act: Act) -> None:
         stage, number = self.stages[act.stage], act.micro_batch
@@ -259,11 +232,12 @@ class Running:
         )
         one = _Pass(watch, final=final)
         if self.weights is not None:
-            one.version = self.weights.newest
+            one.version = self.weights.older(self.ages.get(number, 0))
             one.version.users += 1
             self.weights.use(one.version)
-        ctx = self.contexts(self.batches[number])  # while the input is on its way
-        x = self._input(act, one)
+        # Whatever can be done before the input has arrived is done while it is on its way.
+        ctx = self.contexts(self.batches[number])
+        x, arrives = self._input(act, one)
         for unit, layer in stage.layers:
             if not watch.follow(unit, x) and handlers.must_see:
                 raise ConfigError(
@@ -271,6 +245,10 @@ class Running:
                     "tensors, alone or in tuples, lists and dicts"
                 )
             handlers.enter_unit(unit, False)
+            if arrives:
+                self.mail.await_activation(act)
+                self.recorder.arrived()
+                arrives = False
             x = layer(x, ctx)
             handlers.leave_unit(unit)
         if stage.last:
@@ -283,21 +261,19 @@ class Running:
             one.edge = get_gradient_edge(x) if x.requires_grad else None
             self.passes[act.stage, number] = one
 
-    def _input(self, act: Act, one: _Pass) -> Tensor:
-        """What the first layer takes in; the oldest node of its graph (see :class:`Watch`)."""
+    def _input(self, act: Act, one: _Pass) -> tuple[Tensor, bool]:
+        """What the first layer takes in, the oldest node of its graph (see :class:`Watch`); and whether that has yet to
+        arrive from another rank."""
         if self.stages[act.stage].first:
             x = self.enter(self.batches[act.micro_batch])
-            return x.view_as(x) if x.is_leaf and x.requires_grad else x
-        place = act.stage, act.micro_batch
-        here = place in self.inputs
-        x, form = self.inputs.pop(place) if here else self.mail.take_activation(act, self.kinds[act.micro_batch])
-        self.recorder.arrived()
-        if here and form.needs_grad:
-            x = x.clone()  # the stage before may have kept it, and this one may write to it
+            return x.view_as(x) if x.is_leaf and x.requires_grad else x, False
+        arrives = (place := (act.stage, act.micro_batch)) not in self.inputs
+        x, form = self.mail.activation(act, self.kinds[act.micro_batch]) if arrives else self.inputs.pop(place)
         if not form.needs_grad:
-            return x
+            return x, arrives
         one.input = form
-        return arrive(x, one.gradient.append)
+        # What has yet to arrive is written to. A stage on this rank may have kept its output, and this one may write.
+        return arrive(x.detach() if arrives else x.clone(), one.gradient.append), arrives
 
     def _backward(self, act: Act) -> None:
         one = self.passes.pop((act.stage, act.micro_batch))
@@ -305,13 +281,13 @@ class Running:
         if self.weights is not None and one.version is not None:
             self.weights.use(one.version)  # for what is recomputed
         if one.edge is not None:  # a loss may depend on no parameter here, and on some elsewhere
-            gradient = self._gradient(act)
             one.watch.begin()
-            torch.autograd.backward(one.edge, gradient)
+            torch.autograd.backward(one.edge, self._gradient(act))
         one.watch.end()
         if (form := one.input) is not None:
             found = one.gradient or [torch.zeros(form.shape, dtype=form.dtype, device=self.device)]
             self.gradients[act.stage - 1, act.micro_batch] = found[0]
+            one.gradient.clear()  # weight gradients that wait refer to the graph, and that to this
         if one.version is not None:
             one.version.users -= 1
 
@@ -334,6 +310,21 @@ class Running:
             for unit, _ in reversed(self.stages[act.stage].layers):
                 self.handlers.unit_done(unit, True)
 
+    def _send_activation(self, act: Act) -> None:
+        output, form = self.inputs.pop((act.stage + 1, act.micro_batch))
+        self.mail.send_activation(act, output, form, self.kinds[act.micro_batch])
+
+    def _receive_activation(self, act: Act) -> None:
+        self.mail.receive_activation(act, self.kinds[act.micro_batch])
+
+    def _send_gradient(self, act: Act) -> None:
+        if (gradient := self.gradients.pop((act.stage - 1, act.micro_batch), None)) is not None:
+            self.mail.send_gradient(act, gradient)
+
+    def _receive_gradient(self, act: Act) -> None:
+        if (form := self.passes[act.stage, act.micro_batch].output) and form.needs_grad:
+            self.mail.receive_gradient(act, form)
+
     def _gradient(self, act: Act) -> Tensor:
         """Of what the stage has made: the loss, or the next stage's input."""
         if self.stages[act.stage].last:
@@ -343,6 +334,25 @@ class Running:
         gradient = self.gradients.pop(place) if place in self.gradients else self.mail.take_gradient(act)
         self.recorder.arrived()
         return gradient
+
+
+_PERFORM: dict[Op, Callable[[Running, Act], None]] = {
+    Op.FORWARD: Running._forward,
+    Op.BACKWARD: Running._backward,
+    Op.INPUT_GRADIENT: Running._input_gradient,
+    Op.WEIGHT_GRADIENT: Running._weight_gradient,
+    Op.SEND_ACTIVATION: Running._send_activation,
+    Op.RECEIVE_ACTIVATION: Running._receive_activation,
+    Op.SEND_GRADIENT: Running._send_gradient,
+    Op.RECEIVE_GRADIENT: Running._receive_gradient,
+    Op.DROP_ACTIVATION: lambda run, act: run.mail.drop(act),
+    Op.DROP_GRADIENT: lambda run, act: run.mail.drop(act),
+    Op.REDUCE: lambda run, act: run.handlers.reduce(act.stage, act.micro_batch),
+    Op.NORM: lambda run, act: run.handlers.norm(act.micro_batch),
+    Op.UPDATE: lambda run, act: run.handlers.update(act.micro_batch),
+    Op.BEGIN: _nothing,
+    Op.DRAIN: _nothing,
+}
 
 
 def _shifted(act: Act, first: int) -> Act:

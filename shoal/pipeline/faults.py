@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from shoal.pipeline.program import DROP, RECEIVE, SEND, Act, Op, Program, giver, is_stream, named, placement, taker
 from shoal.pipeline.turns import answer, awaited_by_whole, in_turn, with_collectives
+from shoal.pipeline.versions import versions_used
 
 _SENDS, _RECEIVES = set(SEND.values()), set(RECEIVE.values())
 
@@ -29,6 +30,8 @@ def faults(programs: Sequence[Program], *, train: bool = True) -> list[str]:
       the other receives it, which is all that a transport without tags has to go by. A header has the place before its
       activation at both ends: what is to be received after an activation of unknown form waits for that form
       (:mod:`shoal.pipeline.mail`).
+    - *One version a micro-batch:* where weights are said to be older than the newest (vertical sync), a micro-batch
+      meets the same version on all ranks, and one that is there.
     - *No deadlock:* no circle of actions wait for each other.
     """
     if found := _misplaced(programs):
@@ -37,7 +40,7 @@ def faults(programs: Sequence[Program], *, train: bool = True) -> list[str]:
     for rank, program in enumerate(programs):
         found += [f"rank {rank}: {fault}" for fault in _faults_of_one(rank, program, home, train, parts)]
     # What waits for what can only be followed when everything is there.
-    return found or [*_disordered(programs), *_deadlocked(programs)]
+    return found or [*_disordered(programs), *_torn(programs), *_deadlocked(programs)]
 
 
 def _misplaced(programs: Sequence[Program]) -> list[str]:
@@ -165,6 +168,18 @@ def _disordered(programs: Sequence[Program]) -> Iterator[str]:
         for ours, theirs in zip(messages, received[source, to, op], strict=True):
             if ours != theirs:
                 yield f"rank {to}: {theirs} comes where rank {source} sends for {ours}"
+                break
+
+
+def _torn(programs: Sequence[Program]) -> Iterator[str]:
+    """Micro-batches that meet weights of different versions on different ranks, where that is not how it is meant."""
+    if not any(program.ages for program in programs):
+        return
+    entered = versions_used(programs[0])
+    for rank, program in enumerate(programs):
+        for micro_batch, (version, its) in enumerate(zip(versions_used(program), entered, strict=True)):
+            if version != its or version < 0:
+                yield f"rank {rank}: micro-batch {micro_batch} uses version {version} of the weights, on rank 0 {its}"
                 break
 
 

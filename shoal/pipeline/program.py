@@ -111,6 +111,9 @@ class Program:
     stages: tuple[int, ...]
     micro_batches: int
     actions: tuple[Act, ...]
+    ages: tuple[int, ...] = ()
+    """By micro-batch: how many updates older than its rank's newest weights those are that its passes use. Where there
+    are none, they use the newest of their forward pass."""
 
     def __str__(self) -> str:
         return " ".join(map(str, self.actions))

@@ -38,6 +38,15 @@ class Costs:
     """The time from sending a tensor to having received it."""
     boundary: tuple[float, ...] = ()
     """The memory of the stage's output, as of its gradient, while it is between two passes: nothing where not given."""
+    shared: tuple[float, ...] = ()
+    """Of the stage's output, what ``held`` has, too: its backward pass needs its own output."""
+    forward_peak: tuple[float, ...] = ()
+    """The most memory within a forward pass, its input included, beyond what others hold: ``held`` where not given."""
+    backward_peak: tuple[float, ...] = ()
+    """The most within a backward pass beyond what there is when it begins, the gradient of its output included: where
+    not given, what it makes."""
+    input_gradient_peak: tuple[float, ...] = ()
+    """Likewise within an input-gradient pass."""
 
     def time(self, act: Act) -> float:
         """What an action takes."""
@@ -51,6 +60,19 @@ class Costs:
             case Op.WEIGHT_GRADIENT:
                 return self.weight_gradient[act.stage]
         return 0.0
+
+    def within(self, act: Act) -> float | None:
+        """The most memory that a pass adds while it runs (see ``forward_peak``); None where that is not known."""
+        match act.op:
+            case Op.FORWARD:
+                peaks = self.forward_peak
+            case Op.BACKWARD:
+                peaks = self.backward_peak
+            case Op.INPUT_GRADIENT:
+                peaks = self.input_gradient_peak
+            case _:
+                return None
+        return peaks[act.stage] if peaks else None
 
     def freed(self, act: Act) -> float:
         """What goes with the end of a pass, of what its forward pass began to hold."""
@@ -154,7 +176,6 @@ def simulate(programs: Sequence[Program], costs: Costs) -> Simulation:
     home = placement(programs)
     whole = is_whole(programs)
     spans: list[list[Span]] = [[] for _ in programs]
-    memory = [_Memory(costs, home, rank, whole) for rank in range(len(programs))]
     clocks = [0.0] * len(programs)
     stops: dict[Act, float] = {}
 
@@ -170,9 +191,18 @@ def simulate(programs: Sequence[Program], costs: Costs) -> Simulation:
             start = max(start, arrival(sent, peer) if whole else stops[source] + costs.transfer)
         clocks[rank] = stops[named(act)] = start + costs.time(act)
         spans[rank].append(Span(act, start, clocks[rank]))
-        memory[rank].go_through(act)
     assert all(len(one) == len(program.actions) for one, program in zip(spans, programs, strict=True)), "deadlock"
-    return Simulation(tuple(map(tuple, spans)), tuple(one.peak for one in memory), tuple(map(live_versions, programs)))
+    peaks = tuple(peak(programs, rank, costs) for rank in range(len(programs)))
+    return Simulation(tuple(map(tuple, spans)), peaks, tuple(map(live_versions, programs)))
+
+
+def peak(programs: Sequence[Program], rank: int, costs: Costs) -> float:
+    """The most memory that ``rank`` holds at one moment. It follows from the order of its own actions, whenever they
+    happen, and depends on the costs of its own stages and the ``boundary`` of those before them alone."""
+    memory = _Memory(costs, placement(programs), rank, is_whole(programs))
+    for act in programs[rank].actions:
+        memory.go_through(act)
+    return memory.peak
 
 
 class _Memory:
@@ -183,24 +213,31 @@ class _Memory:
         self._live = self.peak = 0.0
 
     def go_through(self, act: Act) -> None:
-        costs, forward = self._costs, act.op is Op.FORWARD
-        if not costs.boundary:
-            self._add(costs.held[act.stage] if forward else 0.0)
-            self._live -= costs.freed(act)
-            return
-        # Tensors between two passes: from being received to being taken in, and from being made to being dropped or, on
-        # the same rank, taken in. An input that is taken in belongs to what the forward pass holds.
+        costs = self._costs
+        taken, made = self._between(act) if costs.boundary else (0.0, 0.0)
+        within = costs.within(act)
+        if act.op is Op.FORWARD:
+            # An input that is taken in belongs to what the forward pass holds.
+            self._reach((within or 0.0) - taken)
+            self._add(costs.held[act.stage] - taken)
+            self._add(made)
+        elif within is not None:
+            self._reach(within)
+            self._live -= costs.freed(act) + taken
+            self._add(made)
+        else:
+            self._add(made)
+            self._live -= costs.freed(act) + taken
+
+    def _between(self, act: Act) -> tuple[float, float]:
+        """What an action takes of the tensors between two passes, and what it adds to them. They are there from being
+        received to being taken in, and from being made to being dropped or, on the same rank, taken in."""
+        if act.op in _SENT:
+            return self._size(act), 0.0
         source, target = giver(act, len(self._home)), taker(act, len(self._home))
         taken = self._size(source) if source and self._sees(source) else 0.0
-        if forward:
-            self._add(costs.held[act.stage] - taken)
-        if act.op in _RECEIVES or (target and self._sees(target)):
-            self._add(self._size(act))
-        self._live -= costs.freed(act)
-        if act.op in _SENT:
-            self._live -= self._size(act)
-        elif not forward:
-            self._live -= taken
+        makes = act.op in _RECEIVES or (target and self._sees(target))
+        return taken, self._size(act) if makes else 0.0
 
     def _sees(self, other: Act) -> bool:
         """Whether what goes to or comes from another stage's pass is in the programs."""
@@ -210,8 +247,15 @@ class _Memory:
         """Of the output, or the gradient of the input, that an action of a stage makes or drops; of the input, or the
         gradient of the output, that it receives."""
         before = act.op in (Op.BACKWARD, Op.INPUT_GRADIENT, Op.DROP_GRADIENT, Op.RECEIVE_ACTIVATION)
-        return self._costs.boundary[act.stage - before]
+        size = self._costs.boundary[act.stage - before]
+        if self._costs.shared and act.op in (Op.FORWARD, Op.DROP_ACTIVATION) and self._home[act.stage] == self._rank:
+            size -= self._costs.shared[act.stage]
+        return size
+
+    def _reach(self, more: float) -> None:
+        """That much more is there for a moment."""
+        self.peak = max(self.peak, self._live + more)
 
     def _add(self, amount: float) -> None:
         self._live += amount
-        self.peak = max(self.peak, self._live)
+        self._reach(0.0)

@@ -1,15 +1,22 @@
 """How the layers of a model are cut into pipeline stages.
 
 The slowest stage sets the pace: a step takes about (micro-batches + ranks − 1) times its passes. So the largest cost
-is what to minimise.
+is what to minimise; and likewise with memory, of which the rank that needs most decides whether a model fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate, chain, pairwise, permutations
+from math import inf
+from typing import Literal
 
 from shoal.errors import LayoutError, setting
+from shoal.pipeline.layer_costs import LayerCosts, by_stage
+from shoal.pipeline.lower import lower
+from shoal.pipeline.program import Program, Programs, placement
+from shoal.pipeline.simulate import peak
 
 
 def cut(costs: Sequence[float], stages: int, blocks: Sequence[int] | None = None) -> tuple[range, ...]:
@@ -22,22 +29,94 @@ def cut(costs: Sequence[float], stages: int, blocks: Sequence[int] | None = None
     Raises :class:`LayoutError` when there are more stages than layers, or ``blocks`` do not fit the layers.
     """
     layers = len(costs)
+    _check_enough(layers, stages)
+    if blocks is None:
+        return _evenly(costs, stages, _places(layers, stages))
+    _check(blocks, layers - 2, stages)
+    inner = [0, *accumulate(blocks)]
+    return _ranges([0, *(1 + end for end in inner[1:-1]), layers])
+
+
+def balanced(
+    costs: LayerCosts,
+    passes: Sequence[Program],
+    by: Literal["time", "memory"] = "time",
+    *,
+    states: float = 4.0,
+    ends: bool = True,
+) -> tuple[range, ...]:
+    """The layers of each stage of the ``passes`` of all ranks, cut by what they cost.
+
+    By time, the stage that takes longest takes as little as it can. By memory, the rank that needs most needs as little
+    as it can: what its passes hold at their peak, and ``states`` bytes of model states (weights, gradients and two
+    moments) a byte of its parameters; among such cuts, time decides. That is exact where each rank has one stage; else
+    it is the best that moving layers from stage to stage leads to. ``ends`` says that the first and the last layer are
+    no blocks (the embedding and the head): they go with the blocks beside them, where there are enough.
+
+    Raises :class:`LayoutError` when there are more stages than layers.
+    """
+    home = placement(passes)
+    stages = len(home)
+    _check_enough(len(costs), stages)
+    places = _places(len(costs), stages, ends)
+    time = [sum(each) for each in zip(costs.forward, costs.input_gradient, costs.weight_gradient, strict=True)]
+    by_time = _evenly(time, stages, places)
+    if by == "time":
+        return by_time
+    total = [0.0, *accumulate(time)]
+    memory = _Needs(costs, lower(passes), states)
+    first = _ranges(_balance(stages, places, memory.of_stage))
+    if stages == len(passes):
+        most = memory.of_ranks(first)[0]
+
+        def within(stage: int, start: int, stop: int) -> float:
+            return total[stop] - total[start] if memory.of_stage(stage, start, stop) <= most else inf
+
+        return _ranges(_balance(stages, places, within))
+    found = min((_settle(start, places, memory.of_ranks) for start in (by_time, first)), key=memory.of_ranks)
+    most = memory.of_ranks(found)[0]
+
+    def times(cut: Sequence[range]) -> list[float]:
+        if memory.of_ranks(cut)[0] > most:
+            return [inf]
+        return sorted((total[one.stop] - total[one.start] for one in cut), reverse=True)
+
+    return _settle(found, places, times)
+
+
+class _Needs:
+    """What ranks need for their activations and model states."""
+
+    def __init__(self, costs: LayerCosts, programs: Programs, states: float) -> None:
+        self._costs, self._programs, self._states, self._home = costs, programs, states, placement(programs)
+        self._of_rank = cache(self._rank)
+
+    def of_stage(self, stage: int, start: int, stop: int) -> float:
+        """A rank that has one stage, of the layers from ``start`` to ``stop``."""
+        return self._of_rank(self._home[stage], ((stage, start, stop),))
+
+    def of_ranks(self, stages: Sequence[range]) -> list[float]:
+        """All, the one that needs most first."""
+        held: list[list[tuple[int, int, int]]] = [[] for _ in self._programs]
+        for stage, (layers, rank) in enumerate(zip(stages, self._home, strict=True)):
+            held[rank].append((stage, layers.start, layers.stop))
+        return sorted((self._of_rank(rank, tuple(mine)) for rank, mine in enumerate(held)), reverse=True)
+
+    def _rank(self, rank: int, held: tuple[tuple[int, int, int], ...]) -> float:
+        """Of stages elsewhere, the last layer of the one before is all that matters."""
+        layers = [range(1)] * len(self._home)
+        for stage, start, _ in held:
+            layers[stage - 1] = range(max(start - 1, 0), max(start, 1))
+        for stage, start, stop in held:
+            layers[stage] = range(start, stop)
+        parameters = sum(self._costs.of("parameters", layer) for _, *ends in held for layer in range(*ends))
+        return peak(self._programs, rank, by_stage(self._costs, layers)) + self._states * parameters
+
+
+def _check_enough(layers: int, stages: int) -> None:
     if not 0 < stages <= layers:
         raise LayoutError(setting("layout.pp", stages, f"more stages than the model's {layers} layers",
                                   f"use pp={layers} or fewer"))  # fmt: skip
-    if blocks is not None:
-        _check(blocks, layers - 2, stages)
-        inner = [0, *accumulate(blocks)]
-    elif layers - 2 >= stages:
-        # The ends belong to the blocks beside them.
-        joined = list(costs[1:-1])
-        joined[0] += costs[0]
-        joined[-1] += costs[-1]
-        inner = _balance(joined, stages)
-    else:
-        return tuple(range(start, stop) for start, stop in pairwise(_balance(costs, stages)))
-    ends = [0, *(1 + end for end in inner[1:-1]), layers]
-    return tuple(range(start, stop) for start, stop in pairwise(ends))
 
 
 def _check(blocks: Sequence[int], layers: int, stages: int) -> None:
@@ -47,23 +126,64 @@ def _check(blocks: Sequence[int], layers: int, stages: int) -> None:
                                   f"use {stages} numbers from 1 that add up to {layers}"))  # fmt: skip
 
 
-def _balance(costs: Sequence[float], parts: int) -> list[int]:
-    """The ends of ``parts`` consecutive parts of ``costs``, from 0 to ``len(costs)``.
+def _places(layers: int, stages: int, ends: bool = True) -> list[int]:
+    """Before which layers a stage may begin, and ``layers``. The ``ends`` belong to the blocks beside them."""
+    apart = not ends or layers - 2 < stages
+    return [0, *(range(1, layers) if apart else range(2, layers - 1)), layers]
 
-    The largest sum is the least; among equals, the sum of squares decides, which keeps the other parts even; then the
+
+def _ranges(ends: Sequence[int]) -> tuple[range, ...]:
+    return tuple(range(start, stop) for start, stop in pairwise(ends))
+
+
+def _evenly(costs: Sequence[float], stages: int, places: Sequence[int]) -> tuple[range, ...]:
+    total = [0.0, *accumulate(costs)]
+    return _ranges(_balance(stages, places, lambda _, start, stop: total[stop] - total[start]))
+
+
+def _balance(parts: int, places: Sequence[int], cost: Callable[[int, int, int], float]) -> list[int]:
+    """The ends of ``parts`` consecutive parts, from the first of ``places`` to the last, where ``cost`` is asked for
+    part, start and stop.
+
+    The largest cost is the least; among equals, the sum of squares decides, which keeps the other parts even; then the
     later parts are the longer, because earlier stages keep more activations.
     """
-    total = [0.0, *accumulate(costs)]
-    # best[end]: (largest sum, sum of squares, ends) of the best way to cut what comes before `end`.
-    best = {end: (total[end], total[end] ** 2, [0, end]) for end in range(1, len(costs) + 1)}
-    for part in range(2, parts + 1):
+    first, *later = places
+    # best[end]: (largest cost, sum of squares, ends) of the best way to cut what comes before `end`.
+    spare = len(later) - parts
+    best = {end: ((one := cost(0, first, end)), one**2, [first, end]) for end in later[: spare + 1]}
+    for part in range(1, parts):
         best = {
             end: min(
                 (max(largest, last), squares + last**2, [*ends, end])
                 for start, (largest, squares, ends) in best.items()
                 if start < end
-                for last in [total[end] - total[start]]
+                for last in [cost(part, start, end)]
             )
-            for end in range(part, len(costs) + 1)
+            for end in later[part : part + spare + 1]
         }
-    return best[len(costs)][2]
+    return best[places[-1]][2]
+
+
+def _settle(
+    cut: tuple[range, ...], places: Sequence[int], needs: Callable[[Sequence[range]], list[float]]
+) -> tuple[range, ...]:
+    """What ``cut`` becomes by steps that each lower ``needs`` (the largest, then the next) by the most: a stage begins
+    elsewhere, or what lies between two ``places`` goes from one stage to another, and those between them shift."""
+    at = [*(places.index(one.start) for one in cut), len(places) - 1]
+    least = needs(cut)
+    while True:
+        shifted = (
+            [end - (source < stage <= to) + (to < stage <= source) for stage, end in enumerate(at)]
+            for source, to in permutations(range(len(cut)), 2)
+        )
+        begun = (
+            [*at[:stage], end, *at[stage + 1 :]]
+            for stage in range(1, len(cut))
+            for end in range(at[stage - 1] + 1, at[stage + 1])
+        )
+        moved = (one for one in chain(shifted, begun) if len(set(one)) == len(one))
+        best, then = min((needs(_ranges([places[end] for end in one])), one) for one in chain([at], moved))
+        if best == least:
+            return _ranges([places[end] for end in at])
+        least, at = best, then

@@ -12,13 +12,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
+from shoal.layout.kinds import SCHEDULES
 from shoal.pipeline.faults import faults
 from shoal.pipeline.lower import lower
 from shoal.pipeline.program import STARTS, Op, Program, Programs
-from shoal.pipeline.schedules.pipedream import pipedream
+from shoal.pipeline.schedules.pipedream import pipedream, pipedream_vertical
 from shoal.pipeline.schedules.two_bw import two_bw
 
-STREAMS: dict[str, Callable[[int, int, int], Programs]] = {"pipedream": pipedream, "2bw": two_bw}
+STREAMS: dict[str, Callable[[int, int, int], Programs]] = {
+    "pipedream": pipedream,
+    "pipedream-vertical": pipedream_vertical,
+    "2bw": two_bw,
+}
 """By the name in a layout: from ranks, micro-batches a step, and steps."""
 
 
@@ -51,12 +56,17 @@ class Stream:
     @property
     def per_micro_batch(self) -> bool:
         """Whether each micro-batch is an update of its own, of each stage by itself."""
-        return self.schedule == "pipedream"
+        return SCHEDULES[self.schedule].per_micro_batch
 
     @property
     def lag(self) -> int:
         """How many steps later than it began a step has been applied on every rank."""
         return -(-(self.ranks - 1) // self.micro_batches) if self.per_micro_batch else 2
+
+    @property
+    def oldest(self) -> int:
+        """How many updates older than the newest the oldest weights are that a forward pass ever uses."""
+        return max((age for step in self._steps for age in step.ages), default=0)
 
     @property
     def ways(self) -> Program:
@@ -98,6 +108,7 @@ def cut(program: Program, micro_batches: int) -> list[Program]:
                 for act in actions[start:stop]
                 if act.op is not Op.DRAIN
             ),
+            program.ages[step * micro_batches : (step + 1) * micro_batches],
         )
         for step, (start, stop) in enumerate(pairwise([*starts, len(actions)]))
     ]

@@ -1,4 +1,4 @@
-"""What really ran: when each action began, had what it waited for, and ended; as a picture, and beside the simulation.
+"""What really ran: when each action began, had what it waited for, and ended; and how far that is from the simulation.
 
 Times are seconds of the wall clock, which all processes of a machine share; between machines they agree as far as the
 clocks do. They are what this process saw: a GPU may do later what was asked of it.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from shoal.pipeline.program import PASSES, Act, Op, Program
+from shoal.pipeline.program import PASSES, SEND, Act, Op, Program, Programs, giver, placement
 from shoal.pipeline.simulate import Costs, simulate
 
 
@@ -66,42 +67,6 @@ Runs = Sequence[Sequence[Event]]
 """What one rank ran: a list for each step."""
 
 
-def chrome_trace(ranks: Sequence[Runs], names: Sequence[str], first: int) -> dict[str, Any]:
-    """A trace for Perfetto or chrome://tracing, as JSON: a process for each rank, called by its name, and in it a row
-    for each stage, and one for what concerns the step. ``first`` is the number of the first step of all ``ranks``.
-
-    Source: Trace Event Format (Google, 2016), of which Perfetto reads complete ("X") and metadata ("M") events.
-    """
-    begin = min(event.start for runs in ranks for run in runs for event in run)
-
-    def entry(name: str, rank: int, act: Act, start: float, stop: float, **more: Any) -> dict[str, Any]:
-        times = {"ts": 1e6 * (start - begin), "dur": 1e6 * (stop - start)}
-        return {"name": name, "ph": "X", "pid": rank, "tid": act.stage + 1, **times, **more}
-
-    entries: list[dict[str, Any]] = []
-    for rank, (runs, name) in enumerate(zip(ranks, names, strict=True)):
-        rows = sorted({event.act.stage for run in runs for event in run})
-        titles = {stage + 1: "the step" if stage < 0 else f"stage {stage}" for stage in rows}
-        entries.append({"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": name}})
-        entries += (
-            {"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": title}}
-            for row, title in titles.items()
-        )
-        for step, run in enumerate(runs, first):
-            for act, start, ready, stop in run:
-                what = {"what": act.in_words(), "step": step}
-                entries.append(entry(str(act), rank, act, start, stop, cat=_category(act), args=what))
-                if ready > start:
-                    entries.append(entry("wait", rank, act, start, ready, cat="wait"))
-    return {"displayTimeUnit": "ms", "traceEvents": entries}
-
-
-def _category(act: Act) -> str:
-    if act.op in PASSES:
-        return "pass"
-    return "message" if act.peer >= 0 else "step"
-
-
 class Timed(NamedTuple):
     """A pass as it ran, and as the simulation has it. Seconds from the beginning of the step's first pass."""
 
@@ -135,12 +100,23 @@ class Comparison:
             yield stage, op, median(one.took for one in found), median(late), max(late)
 
 
+def programs_of(events: Sequence[Sequence[Event]]) -> Programs:
+    """What a step of a pipeline was, from what its ranks ran: an order may have been made for the model."""
+
+    def program(acts: tuple[Act, ...]) -> Program:
+        stages = tuple(sorted({act.stage for act in acts if act.stage >= 0}))
+        micro_batches = {act.micro_batch for act in acts if act.op is Op.FORWARD}
+        return Program(stages, len(micro_batches), acts)
+
+    return tuple(program(tuple(event.act for event in one)) for one in events)
+
+
 def compare(programs: Sequence[Program], events: Sequence[Sequence[Event]]) -> Comparison:
     """One step of all ranks of a pipeline beside the simulation of its ``programs``, in which each pass takes what it
-    takes at the median over the micro-batches of its stage."""
+    takes on average over the micro-batches of its stage."""
     ran = [{event.act: event for event in one if event.act.op in PASSES} for one in events]
     begin = min(event.ready for one in ran for event in one.values())
-    simulated = simulate(programs, costs_of(ran, sum(len(program.stages) for program in programs)))
+    simulated = simulate(programs, costs_of(chain.from_iterable(events), len(placement(programs))))
     passes = tuple(
         Timed(rank, span.act, event.stop - event.ready, event.stop - begin, span.stop)
         for rank, spans in enumerate(simulated.spans)
@@ -151,16 +127,43 @@ def compare(programs: Sequence[Program], events: Sequence[Sequence[Event]]) -> C
     return Comparison(passes, max(one.stop for one in passes), simulated.makespan)
 
 
-def costs_of(ran: Sequence[Mapping[Act, Event]], stages: int) -> Costs:
-    """The median times of passes. Of a backward pass that is nowhere split, all is that of the input's gradient."""
+@dataclass(frozen=True)
+class PassCosts(Costs):
+    """Costs as they were measured: where a stage has whole backward passes, they need not take what two halves do."""
+
+    whole: Mapping[int, float] = field(default_factory=dict)
+    """By stage: the time of a backward pass that is not split."""
+
+    def time(self, act: Act) -> float:
+        if act.op is Op.BACKWARD and act.stage in self.whole:
+            return self.whole[act.stage]
+        return super().time(act)
+
+
+def costs_of(events: Iterable[Event], stages: int, transfer: float = 0.0) -> PassCosts:
+    """The mean times of passes, in seconds; none of a pass that a stage has not. What they hold is not measured."""
     times: dict[tuple[Op, int], list[float]] = defaultdict(list)
-    for one in ran:
-        for act, event in one.items():
-            times[act.op, act.stage].append(event.stop - event.ready)
+    for act, _, ready, stop in events:
+        if act.op in PASSES:
+            times[act.op, act.stage].append(stop - ready)
 
-    def of(*ops: Op) -> tuple[float, ...]:
-        found = ([times[op, stage] for op in ops if (op, stage) in times] for stage in range(stages))
-        return tuple(median(lists[0]) if lists else 0.0 for lists in found)
+    def of(op: Op) -> tuple[float, ...]:
+        return tuple(fmean(times.get((op, stage), (0.0,))) for stage in range(stages))
 
+    whole = {stage: fmean(found) for (op, stage), found in times.items() if op is Op.BACKWARD}
     none = (0.0,) * stages
-    return Costs(of(Op.FORWARD), of(Op.INPUT_GRADIENT, Op.BACKWARD), of(Op.WEIGHT_GRADIENT), held=none, kept=none)
+    return PassCosts(
+        of(Op.FORWARD), of(Op.INPUT_GRADIENT), of(Op.WEIGHT_GRADIENT), none, none, transfer=transfer, whole=whole
+    )
+
+
+def transfers(events: Sequence[Iterable[Event]], home: Sequence[int]) -> Iterator[float]:
+    """From sending a tensor to having it, in seconds, of every message that a pass waited for when it was sent: what
+    other messages took, nobody saw. ``events`` are by rank of the pipeline, ``home`` is the rank of each stage."""
+    ran = [{event.act: event for event in one} for one in events]
+    for rank, one in enumerate(ran):
+        for act, event in one.items():
+            if (source := giver(act, len(home))) and (peer := home[source.stage]) != rank:
+                sent = ran[peer].get(Act(SEND[source.op], source.stage, source.micro_batch, rank))
+                if sent and event.start <= sent.start:
+                    yield max(0.0, event.ready - sent.start)  # clocks of two machines may differ

@@ -5,12 +5,17 @@ that the forward pass saw. A version is a set of parameters in memory of its own
 Modules have the newest. An update makes another one, in memory that no pass needs any more if there is some; a version
 that no pass refers to is written over.
 
+With vertical sync a micro-batch comes to a stage that has made updates since it entered the pipeline, and uses older
+weights than the newest. So versions that are young enough are kept for passes to come.
+
 Gradients of a version's parameters go where those of the parameters that it stands for go.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,8 +27,8 @@ class Memory(Protocol):
 
     params: Tensor
 
-    def move(self, params: Tensor) -> None:
-        """From here on they are in ``params``."""
+    def move(self, params: Tensor, faces: Sequence[nn.Parameter]) -> None:
+        """From here on they are in ``params``, of which modules have the views ``faces``."""
 
 
 class Place(NamedTuple):
@@ -43,9 +48,12 @@ class Version:
 
 
 class Weights:
-    """The versions of the parameters of ``module`` that are in ``memories``, each with the places of its own."""
+    """The versions of the parameters of ``module`` that are in ``memories``, each with the places of its own. A forward
+    pass may use weights that are up to ``oldest`` updates older than the newest."""
 
-    def __init__(self, module: nn.Module, memories: Sequence[tuple[Memory, Sequence[Place]]]) -> None:
+    def __init__(
+        self, module: nn.Module, memories: Sequence[tuple[Memory, Sequence[Place]]], *, oldest: int = 0
+    ) -> None:
         self._memories = memories
         places = [place for _, those in memories for place in those]
         number = {place.parameter: at for at, place in enumerate(places)}
@@ -57,12 +65,19 @@ class Weights:
         ]
         self.newest = self._shown = self._version([memory.params for memory, _ in memories])
         self._versions = [self.newest]
+        self._recent = deque(self._versions, maxlen=oldest + 1)
+        """After each of the last updates, the newest."""
+        self._place(self.newest)
         self._show(self.newest)
 
     @property
     def alive(self) -> int:
-        """How many versions are the newest or needed by a pass."""
-        return sum(version.users > 0 or version is self.newest for version in self._versions)
+        """How many versions are the newest or needed by a pass, under way or to come."""
+        return sum(self._needed(version) for version in self._versions)
+
+    def older(self, age: int) -> Version:
+        """What was the newest version ``age`` updates ago."""
+        return self._recent[-1 - age]
 
     def use(self, version: Version) -> None:
         """Have the modules compute with ``version``."""
@@ -70,16 +85,36 @@ class Weights:
             self._show(version)
 
     def advance(self) -> None:
-        """An update is about to be published: to memory that no pass refers to."""
-        if self.newest.users > 0:
-            free = next((version for version in self._versions if version.users == 0), None)
+        """An update is about to be published: to memory that no pass refers to, nor will."""
+        if len(self._recent) == self._recent.maxlen:
+            self._recent.popleft()
+        if self._needed(self.newest):
+            free = next((version for version in self._versions if not self._needed(version)), None)
             if free is None:
                 free = self._version([torch.empty_like(buffer) for buffer in self.newest.buffers])
                 self._versions.append(free)
-            for (memory, _), buffer in zip(self._memories, free.buffers, strict=True):
-                memory.move(buffer)
+            self._place(free)
             self.newest = free
+        self._recent.append(self.newest)
         self.use(self.newest)
+
+    def stay(self) -> None:
+        """An update has been skipped: what it would have made is what there is."""
+        self._recent.append(self.newest)
+
+    def settle(self) -> None:
+        """No pass is under way, and those to come begin with the newest version."""
+        self._recent = deque([self.newest], maxlen=self._recent.maxlen)
+        self.use(self.newest)
+
+    def _needed(self, version: Version) -> bool:
+        return version.users > 0 or version in self._recent
+
+    def _place(self, version: Version) -> None:
+        """Have the memories in ``version``."""
+        parameters = iter(version.parameters)
+        for (memory, places), buffer in zip(self._memories, version.buffers, strict=True):
+            memory.move(buffer, list(islice(parameters, len(places))))
 
     def _version(self, buffers: Sequence[Tensor]) -> Version:
         made = [

@@ -12,7 +12,7 @@ from shoal.layout import kinds
 from shoal.pipeline.program import PASSES, Act, Op, Program, Programs, placement
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.schedules.list_schedule import list_schedule
-from shoal.pipeline.simulate import Simulation, even, simulate
+from shoal.pipeline.simulate import Costs, Simulation, even, simulate
 from shoal.pipeline.stream import STREAMS
 from shoal.pipeline.versions import live_versions, versions_used
 
@@ -157,10 +157,18 @@ class Pipeline:
         return found | ({"weights": bar.version} if self.is_stream else {})
 
 
-def pipeline(name: str, ranks: int, micro_batches: int, chunks: int | None = None, times: Times = ALIKE) -> Pipeline:
+def pipeline(
+    name: str,
+    ranks: int,
+    micro_batches: int,
+    chunks: int | None = None,
+    times: Times = ALIKE,
+    memory: float | None = None,
+) -> Pipeline:
     """The schedule ``name`` over ``ranks`` and ``micro_batches`` of a step, with ``chunks`` stages a rank: by default
-    as many as the schedule has. Raises :class:`~shoal.errors.ConfigError` for what it does not admit."""
-    chunks = _admitted(name, ranks, micro_batches, chunks)
+    as many as the schedule has. ``memory`` is the most micro-batches that ``list`` has a rank hold. Raises
+    :class:`~shoal.errors.ConfigError` for what it does not admit."""
+    chunks = admitted(name, ranks, micro_batches, chunks, memory)
     costs = even(
         ranks,
         chunks,
@@ -169,16 +177,28 @@ def pipeline(name: str, ranks: int, micro_batches: int, chunks: int | None = Non
         weight_gradient=times.weight_gradient,
         transfer=times.transfer,
     )
-    if name in STREAMS:
-        # The first rank then goes backward, too; and before the drain there are as many versions as there ever will be.
-        fill = max(-(-ranks // micro_batches), -(-2 * ranks // micro_batches) - _STEADY)
-        stream = STREAMS[name](ranks, micro_batches, fill + _STEADY)
-        return _of_stream(name, micro_batches, times, stream, simulate(_passes(stream), costs), fill)
-    if name == "list":
-        programs = list_schedule(ranks, micro_batches, chunks, costs=costs)
+    if kinds.SCHEDULES[name].made_to_measure:
+        programs = list_schedule(ranks, micro_batches, chunks, costs=costs, memory=memory)
     else:
-        programs = SCHEDULES[name](ranks, micro_batches, chunks)
-    run = simulate(programs, costs)
+        programs = shown_of(name, ranks, micro_batches, chunks)
+    return on_the_clock(name, micro_batches, times, programs, costs)
+
+
+def shown_of(name: str, ranks: int, micro_batches: int, chunks: int) -> Programs:
+    """The passes that are shown of a schedule: of a step; of a stream, of the steps in which it begins, two steady ones
+    and the drain."""
+    if name in STREAMS:
+        return STREAMS[name](ranks, micro_batches, _fill(ranks, micro_batches) + _STEADY)
+    return SCHEDULES[name](ranks, micro_batches, chunks)
+
+
+def on_the_clock(name: str, micro_batches: int, times: Times, programs: Programs, costs: Costs) -> Pipeline:
+    """The schedule's ``programs``, as :func:`shown_of` gives them, for ``costs`` whose memory is in micro-batches of a
+    whole rank; ``times`` are what they come to for a rank."""
+    ranks = len(programs)
+    run = simulate(_passes(programs), costs)
+    if name in STREAMS:
+        return _of_stream(name, micro_batches, times, programs, run, _fill(ranks, micro_batches))
     bars = _bars(programs, run, [[0] * micro_batches] * ranks)
     return Pipeline(
         name, micro_batches, times, placement(programs), bars, (), run.makespan, run.work, run.bubble_within,
@@ -196,24 +216,35 @@ def percent(share: float) -> str:
     return f"{round(share, 9) + 0.0:.1%}"
 
 
-def _admitted(name: str, ranks: int, micro_batches: int, chunks: int | None) -> int:
-    """The stages a rank, if all is well."""
+def admitted(name: str, ranks: int, micro_batches: int, chunks: int | None = None, memory: float | None = None) -> int:
+    """The stages a rank of the schedule ``name``. Raises :class:`~shoal.errors.ConfigError` for what it does not
+    admit."""
     if name not in NAMES:
         legal = f"use one of {', '.join(NAMES)}"
         raise ConfigError(setting("NAME", name, f"is not a schedule{nearest(name, NAMES)}", legal))
     own = kinds.SCHEDULES[name]
     if not own.admits(ranks, micro_batches):
         step, least = own.mb_step(ranks), own.mb_least(ranks)
-        admitted = f"multiples of {step}" if step > 1 else f"at least {least}"
+        those = f"multiples of {step}" if step > 1 else f"at least {least}"
         legal = "use " + " or ".join(f"-m {number}" for number in own.nearest_mb(ranks, micro_batches))
-        problem = f"{name} over {ranks} ranks admits {admitted} micro-batches"
+        problem = f"{name} over {ranks} ranks admits {those} micro-batches"
         raise ConfigError(setting("-m", micro_batches, problem, legal))
     if chunks not in (None, own.chunks) and not own.any_chunks:
         free = [other for other in NAMES if kinds.SCHEDULES[other].any_chunks]
         problem = f"{name} has exactly {own.chunks} stage{'s' * (own.chunks > 1)} a rank"
         legal = f"leave it out, or use {', '.join(free[:-1])} or {free[-1]}, which take any number"
         raise ConfigError(setting("-v", chunks, problem, legal))
+    if memory is not None and not own.made_to_measure:
+        raise ConfigError(setting("--memory", memory, f"{name} has an order of its own", "leave it out, or use list"))
+    if memory is not None and not memory >= 1:
+        raise ConfigError(setting("--memory", memory, "a rank holds one micro-batch at least", "use --memory 1"))
     return chunks or own.chunks
+
+
+def _fill(ranks: int, micro_batches: int) -> int:
+    """The steps in which a stream begins: then the first rank goes backward, too, and before the drain there are as
+    many versions as there ever will be."""
+    return max(-(-ranks // micro_batches), -(-2 * ranks // micro_batches) - _STEADY)
 
 
 def _passes(programs: Programs) -> Programs:

@@ -25,6 +25,7 @@ _OTHERS = {
     "dualpipe-v": ("in less memory", "zb-v"),
     "list": ("made by hand, two stages a rank", "zb-v"),
     "pipedream": ("two weight versions on every rank", "2bw"),
+    "pipedream-vertical": ("fewer weight versions, and a shorter delay on later ranks", "pipedream"),
     "2bw": ("without delay, with a bubble", "1f1b"),
 }
 """What another schedule offers."""

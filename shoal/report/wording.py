@@ -8,10 +8,11 @@ from itertools import groupby
 from typing import TypeVar
 
 from shoal.layout import Layout
+from shoal.layout.kinds import SCHEDULES
 from shoal.layout.text import value_text
 from shoal.placement import Span
 from shoal.report.ownership import Section, Share
-from shoal.report.pipeline import Pipeline, clock, pipeline
+from shoal.report.pipeline import ALIKE, Pipeline, Times, clock, pipeline
 from shoal.report.tensor_words import tensor_meaning
 
 T = TypeVar("T")
@@ -116,9 +117,11 @@ def _pipeline_cost(layout: Layout) -> str:
     seen = _seen(layout)
     kept = f"activations of {_along(seen.peaks)} micro-batch" + "es" * (max(seen.peaks) != 1)
     if not layout.asynchronous:
-        made = " (the order is made for that)" if layout.schedule == "list" else ""
+        made = " (the order is made for that)" if SCHEDULES[layout.schedule].made_to_measure else ""
         idle = f"a rank idles {seen.bubble_share:.0%} of a step"
         alike = "where a forward pass and either half of a backward pass take the same time"
+        if layout.list_times is not None:
+            alike = "where stages are alike and passes take the times that are given"
         return f"{layout.schedule}: {kept} are kept; {alike}{made}, {idle}"
     versions = f"{_along(seen.weight_versions)} versions of the weights besides the optimizer's"
     old = "one update" if layout.schedule == "2bw" else f"{_along([n - 1 for n in seen.weight_versions])} updates"
@@ -129,7 +132,8 @@ def _pipeline_cost(layout: Layout) -> str:
 
 
 def _seen(layout: Layout) -> Pipeline:
-    return _pipeline(layout.schedule, layout.pp, layout.mb, layout.chunks)
+    times = ALIKE if layout.list_times is None else Times(*layout.list_times)
+    return _pipeline(layout.schedule, layout.pp, layout.mb, layout.chunks, times, layout.list_memory)
 
 
 _pipeline = cache(pipeline)
@@ -145,7 +149,7 @@ def _along(values: Sequence[float]) -> str:
 
 def _each(layout: Layout) -> int:
     """How many times a step replicas sum their gradients: as often as it updates."""
-    return layout.mb if layout.schedule == "pipedream" else 1
+    return layout.mb if SCHEDULES[layout.schedule].per_micro_batch else 1
 
 
 def _when(layout: Layout) -> str:

@@ -4,6 +4,8 @@ PipeDream (Narayanan et al. 2019, 1806.03377), an update a micro-batch, u_r(t) =
 
     W_r^(t+1) = W_r^(t) − u_r(∇_r f(W_0^(u_0(t)), …, W_{p−1}^(u_{p−1}(t)); x_t))
 
+With vertical sync (section 3.3) all stages use the version that the first has: u_r(t) = max(0, t − (p − 1)).
+
 PipeDream-2BW (Narayanan et al. 2021, 2006.09503), an update a batch, W^(−1) = W^(0):
 
     W^(t+1) = W^(t) − u(∇f(W^(t−1); x_t))
@@ -114,10 +116,14 @@ def pipedream(
     stage_of: Mapping[str, int],
     micro_batches: int,
     replicas: int = 1,
+    *,
+    vertical: bool = False,
 ) -> DelayedTrainer:
-    """``stage_of`` is the stage of each parameter; a step has an update for each of its ``micro_batches``."""
+    """``stage_of`` is the stage of each parameter; a step has an update for each of its ``micro_batches``. With
+    ``vertical`` sync all stages use weights of one age."""
+    last = max(stage_of.values())
     groups = [
-        Delayed(max(stage_of.values()) - stage, tuple(name for name, its in stage_of.items() if its == stage))
+        Delayed(last if vertical else last - stage, tuple(name for name, its in stage_of.items() if its == stage))
         for stage in sorted(set(stage_of.values()))
     ]
     return DelayedTrainer(model, config, rate, seed, groups, micro_batches, replicas)

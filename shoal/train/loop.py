@@ -84,6 +84,10 @@ class _Run:
                 self._tell("trace", **traced)
             self._tell("end", step=self.engine.steps_done, validation_loss=loss)
             return {"step": self.engine.steps_done, "validation_loss": loss}
+        except Diverged as error:
+            self._tell_finished()
+            self._skipped(error.step - 1, error.micro_batches)
+            raise
         finally:
             for sink in self.sinks:
                 sink.close()
@@ -93,15 +97,10 @@ class _Run:
         config, engine, loss = self.config, self.engine, None
         saved = engine.steps_done
         for step in range(engine.steps_done, self.steps):
-            before, samples = self.size.at(step)
             started = time.perf_counter()
             batch = self.source.batch(step, self.engine.mesh.coords["dp"], engine.layout.dp)
-            try:
-                with self.tracing.around(step) if self.tracing is not None else nullcontext():
-                    engine.step(batch)
-            except Diverged:
-                self._skipped(step, before, samples)
-                raise
+            with self.tracing.around(step) if self.tracing is not None else nullcontext():
+                engine.step(batch)
             self.seconds[step] = time.perf_counter() - started
             if config.log.hashes:
                 self.hashes[step] = self._global_hash(batch)
@@ -133,17 +132,25 @@ class _Run:
                 values["hash"] = found
             self._tell("step", **values)
             if result.skipped:
-                self._skipped(result.step - 1, before, samples)
+                self._skipped(result.step - 1, result.micro_batches)
 
     def _drain(self) -> None:
         """End the steps that are under way, and tell of them."""
         self.engine.drain()
         self._tell_finished()
 
-    def _skipped(self, step: int, first: int, count: int) -> None:
-        """Tell which samples a step (counted from 0) had that updated nothing."""
-        lost = list(range(first, first + count))
-        self._tell("skipped", step=step + 1, so_far=self.engine.skipped, samples=lost)
+    def _skipped(self, step: int, micro_batches: Sequence[int]) -> None:
+        """Tell which samples a step (counted from 0) had that updated nothing: all of them, or where micro-batches are
+        updates of their own, those of ``micro_batches``, of which every replica has an equal part."""
+        first, count = self.size.at(step)
+        samples = list(range(first, first + count))
+        if micro_batches:
+            size = count // (self.engine.layout.dp * self.engine.layout.mb)
+            parts = [samples[at : at + size] for at in range(0, count, size)]
+            samples = [
+                one for at, part in enumerate(parts) if at % self.engine.layout.mb in micro_batches for one in part
+            ]
+        self._tell("skipped", step=step + 1, so_far=self.engine.skipped, samples=samples)
 
     def _evaluate(self) -> float | None:
         """Mean loss over the validation split, or its first batches."""

@@ -2,7 +2,7 @@
 
 They are forked from a process that has imported PyTorch, so that eight of them are there in about a second, and kept
 from task to task. The first rank that raises or dies ends them all, and its traceback or signal is what the caller
-sees.
+sees. One that dies cannot say what it was doing: so others say where that left them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from shoal.comm.world import TIMEOUT_S, World, pick_device
 from shoal.errors import RankFailed, ShoalError
 
 _GRACE_S = 0.5
+_LAST_WORDS_S = 2.0
+"""For ranks that wait for one that died: they notice as soon as they come to that."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class _Failure:
     text: str
     error: ShoalError | None = None
     died: bool = False
+    notes: tuple[str, ...] = ()
+    """What was added to the error on its way."""
 
     @property
     def order(self) -> tuple[bool, bool, float]:
@@ -63,8 +67,10 @@ class Pool:
         ranks: int | None = None,
         timeout_s: float = TIMEOUT_S,
         device: str = "cpu",
+        share: bool = True,
     ) -> list[Any]:
-        """``task(world, *arguments)`` on each of ``ranks`` processes (all, unless told), each in a world of that size.
+        """``task(world, *arguments)`` on each of ``ranks`` processes (all, unless told), each in a world of that size,
+        which may ``share`` memory.
 
         Returns what they return, in order of rank. ``task`` and ``arguments`` must be picklable (a function of a
         module). Raises :class:`RankFailed` with the first failure; a :class:`ShoalError` of a rank is raised as it is.
@@ -77,7 +83,7 @@ class Pool:
             try:
                 for rank, (_, pipe) in enumerate(self._workers[:ranks]):
                     pipe.send(rank)
-                    pipe.send((task, arguments, ranks, meeting, timeout_s, device))
+                    pipe.send((task, arguments, ranks, meeting, timeout_s, device, share))
                 return self._collect(ranks)
             except BaseException:
                 self.close()
@@ -125,8 +131,8 @@ class Pool:
             for rank in set(range(ranks)) - settled:
                 process, pipe = self._workers[rank]
                 sources |= {pipe: rank, process.sentinel: rank}
-            patience = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = wait(list(sources), patience)
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = wait(list(sources), left)
             if not ready:
                 break
             for rank in sorted({sources[source] for source in ready}):
@@ -134,7 +140,8 @@ class Pool:
                 if isinstance(outcome, _Failure):
                     failures.append(outcome)
                     # Others fail in its wake; what came first may be read a moment later.
-                    deadline = deadline or time.monotonic() + _GRACE_S
+                    patience_s = _LAST_WORDS_S if outcome.died else _GRACE_S
+                    deadline = deadline or time.monotonic() + patience_s
                 else:
                     results[rank] = outcome[0]
         if failures:
@@ -174,7 +181,10 @@ def warm() -> None:
 
 def _first(failures: Sequence[_Failure]) -> ShoalError:
     first = min(failures, key=lambda failure: failure.order)
-    return first.error or RankFailed(first.text)
+    told = [first.text]
+    if first.died:
+        told += [f"rank {one.rank}: {', '.join(one.notes)}" for one in failures if one.notes]
+    return first.error or RankFailed("\n".join(told))
 
 
 def _work(pipe: Connection, parents: Sequence[Connection], parent: int, threads: int) -> None:
@@ -190,13 +200,14 @@ def _work(pipe: Connection, parents: Sequence[Connection], parent: int, threads:
         rank = -1
         try:
             rank = pipe.recv()
-            task, arguments, ranks, meeting, timeout_s, device = pipe.recv()
-            pipe.send((_run(task, arguments, rank, ranks, meeting, timeout_s, device),))
+            task, arguments, ranks, meeting, timeout_s, device, share = pipe.recv()
+            pipe.send((_run(task, arguments, rank, ranks, meeting, timeout_s, device, share),))
         except BaseException as error:
             if rank < 0 and isinstance(error, EOFError | OSError):
                 return
             text = f"rank {rank} raised:\n{traceback.format_exc().rstrip()}"
-            failure = _Failure(rank, time.monotonic(), text, error if isinstance(error, ShoalError) else None)
+            own = error if isinstance(error, ShoalError) else None
+            failure = _Failure(rank, time.monotonic(), text, own, notes=tuple(getattr(error, "__notes__", ())))
             _report(pipe, failure)
 
 
@@ -216,7 +227,8 @@ def _run(
     meeting: str,
     timeout_s: float,
     device: str,
+    share: bool,
 ) -> Any:
     store = dist.FileStore(meeting, ranks) if ranks > 1 else None
-    with World(rank, ranks, store, device=pick_device(device, rank), timeout_s=timeout_s) as world:
+    with World(rank, ranks, store, device=pick_device(device, rank), timeout_s=timeout_s, share=share) as world:
         return task(world, *arguments)

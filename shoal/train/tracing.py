@@ -9,25 +9,24 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shoal.build import passes_of
 from shoal.comm.collectives import all_gather_bytes
 from shoal.engine import Engine
 from shoal.mesh import Grid
-from shoal.pipeline.lower import lower
-from shoal.pipeline.trace import Event, chrome_trace, compare
+from shoal.pipeline.trace import Event, compare, programs_of
+from shoal.pipeline.trace_file import TRACE, Trace, to_chrome
 
-TRACE = "trace.json"
 WARM, TRACED = 2, 3
 """Steps that make memory and connections ready, and those after them that are traced."""
 
 
 class Tracing:
     """Has ``engine`` write down the steps after the next :data:`WARM`, or the last of ``left`` where there are no more,
-    and puts them in a file of ``folder``."""
+    and puts them in a file of ``folder``. Where steps overlap, it leaves out those in which the pipeline fills."""
 
     def __init__(self, engine: Engine, folder: Path, left: int) -> None:
-        self._engine, self._path = engine, folder / TRACE
-        self._first = engine.steps_done + max(0, min(WARM, left - 1))
+        self._engine, self._path, layout = engine, folder / TRACE, engine.layout
+        warm = max(WARM, -(-layout.pp // layout.mb)) if layout.asynchronous else WARM
+        self._first = engine.steps_done + max(0, min(warm, left - 1))
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
@@ -46,18 +45,18 @@ class Tracing:
         mine = [[event.as_json() for event in run] for run in engine.recorder.runs]
         world = engine.world
         parts = all_gather_bytes(json.dumps(mine).encode(), world.everyone, world.device)
-        ranks = [[[Event.read(values) for values in run] for run in json.loads(part)] for part in parts]
+        ranks = tuple([[Event.read(values) for values in run] for run in json.loads(part)] for part in parts)
         if world.rank != 0 or not ranks[0]:
             return None
-        names = [_name(rank, engine.mesh.grid) for rank in range(world.size)]
-        trace = chrome_trace(ranks, names, self._first + 1)
-        self._path.write_text(json.dumps(trace), encoding="utf-8")
-        told: dict[str, Any] = {"path": str(self._path), "first": self._first + 1, "steps": len(ranks[0])}
+        grid, line, first = engine.mesh.grid, str(layout), self._first + 1
+        trace = Trace(line, layout.schedule, layout.mb, pipelines_of(grid), first, ranks)
+        names = [_name(rank, grid) for rank in range(world.size)]
+        self._path.write_text(json.dumps(to_chrome(trace, names)), encoding="utf-8")
+        told: dict[str, Any] = {"path": str(self._path), "first": first, "steps": len(ranks[0])}
         if layout.asynchronous:  # no step ends by itself
             return told
-        pipeline = [ranks[rank] for rank in engine.mesh.over("pp").ranks]
-        programs = lower(passes_of(layout))
-        found = [compare(programs, steps) for steps in zip(*pipeline, strict=True)]
+        pipeline = [ranks[rank] for rank in trace.pipelines[0]]
+        found = [compare(programs_of(step), step) for step in zip(*pipeline, strict=True)]
         usual = sorted(found, key=lambda one: one.took)[len(found) // 2]
         late = [
             {"stage": stage, "pass": name, "ms": 1e3 * took, "late_ms": 1e3 * usually, "most_late_ms": 1e3 * most}
@@ -65,6 +64,12 @@ class Tracing:
         ]
         took, expected = (1e3 * median(getattr(one, name) for one in found) for name in ("took", "expected"))
         return told | {"passes_ms": took, "simulated_ms": expected, "late": late}
+
+
+def pipelines_of(grid: Grid) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each pipeline of a mesh, in the order of its stages."""
+    firsts = [grid.coords(rank) for rank in range(grid.size)]
+    return tuple(tuple(grid.rank(place) for place in grid.vary(first, ("pp",))) for first in firsts if first["pp"] == 0)
 
 
 def _name(rank: int, grid: Grid) -> str:

@@ -135,7 +135,7 @@ def _trainer(config: Config, layout: Layout, model: Decoder) -> PlainTrainer:
         for unit in units
         for name, _ in layers[unit][1].named_parameters()
     }
-    return pipedream(*common, stage_of, layout.mb, layout.dp)
+    return pipedream(*common, stage_of, layout.mb, layout.dp, vertical=layout.schedule == "pipedream-vertical")
 
 
 def _compared(layout: Layout, steps: int) -> set[int]:

@@ -73,6 +73,9 @@ def layouts(draw: st.DrawFn) -> Layout:
     schedule = kinds.SCHEDULES[name]
     chunks = draw(st.integers(1, 3)) if schedule.any_chunks else schedule.chunks
     numbers = st.lists(st.integers(1, 5), min_size=pp * chunks, max_size=pp * chunks)
+    some, any_ = st.floats(1e-9, 1e9), st.floats(0, 1e9)
+    times = st.tuples(some, any_, any_, any_) if schedule.made_to_measure else st.none()
+    memory = st.floats(1, 1e6) if schedule.made_to_measure else st.none()
     recompute = draw(st.sampled_from(kinds.RECOMPUTES))
     stages = st.sets(st.integers(0, pp * chunks - 1), min_size=1).map(lambda chosen: tuple(sorted(chosen)))
     sync = draw(st.sampled_from(kinds.SYNCS))
@@ -94,6 +97,8 @@ def layouts(draw: st.DrawFn) -> Layout:
         schedule=name,
         chunks=chunks,
         stage_layers=draw(st.none() | numbers.map(tuple)),
+        list_times=draw(st.none() | times),
+        list_memory=draw(st.none() | memory),
         cp=cp,
         cp_kind=cp_kind,
         cp_grid=cp_grid,
@@ -309,5 +314,6 @@ def test_the_table_of_what_is_built_names_only_kinds_of_the_grammar() -> None:
 
 
 def test_a_table_reads_back_as_the_layout() -> None:
-    for text in ("dp=1", "dp=2,tp=4:2d{form=loop},zero=1,mb=3,dtype=bf16", "auto"):
+    measured = "pp=4:list{layers=4/3/3/2;times=10/12/9/1;memory=3}"
+    for text in ("dp=1", "dp=2,tp=4:2d{form=loop},zero=1,mb=3,dtype=bf16", measured, "auto"):
         assert Layout.from_table(Layout.parse(text).table()) == Layout.parse(text)

@@ -75,6 +75,32 @@ REFUSALS = [
     ("pp=2,recompute=full{stages=1/2}", {}, "recompute", "full{stages=1/2}", ["recompute=full{stages=1}"]),
     ("pp=2:1f1b/2", {}, "pp", "2:1f1b/2", ["pp=2"]),
     ("pp=2:dualpipe-v/3,mb=8", {}, "pp", "2:dualpipe-v/3", ["pp=2:dualpipe-v"]),
+    # times and memory
+    ("pp=2{times=1/1/1/0}", {}, "pp", "2{times=1/1/1/0}", ["pp=2", "pp=2:list{times=1/1/1/0}"]),
+    (
+        "pp=2:interleaved{times=1/2/1/0;memory=2},mb=4",
+        {},
+        "pp",
+        "2:interleaved{times=1/2/1/0;memory=2}",
+        ["pp=2:interleaved", "pp=2:list/2{times=1/2/1/0;memory=2}"],
+    ),
+    ("pp=2:list{times=1/1/1}", {}, "pp", "2:list{times=1/1/1}", ["pp=2:list{times=1/1/1/0}"]),
+    ("pp=2:list{times=0/0/0/1}", {}, "pp", "2:list{times=0/0/0/1}", ["pp=2:list{times=1/1/1/0}"]),
+    ("pp=2:list{memory=0.5}", {}, "pp", "2:list{memory=0.5}", ["pp=2:list{memory=1}"]),
+    (
+        "pp=2:list{layers=8/0;times=1/2/1/0;memory=2}",
+        {},
+        "pp",
+        "2:list{layers=8/0;times=1/2/1/0;memory=2}",
+        ["pp=2:list{layers=4/4;times=1/2/1/0;memory=2}"],
+    ),
+    (
+        "pp=2:list{layers=4/3;times=1/2/1/0}",
+        {},
+        "pp",
+        "2:list{layers=4/3;times=1/2/1/0}",
+        ["pp=2:list{layers=4/4;times=1/2/1/0}"],
+    ),
     # micro-batches a schedule does not admit
     ("pp=4:interleaved/2,mb=5", {}, "mb", "5", ["mb=4", "mb=8"]),
     ("pp=2:interleaved", {}, "mb", "1", ["mb=2"]),
@@ -165,6 +191,16 @@ def test_what_does_not_divide_heads_is_named_as_the_grid_has_it(line: str, over:
     layout = Layout.parse(line)
     with pytest.raises(LayoutError, match=f"8 attention heads with 4 key/value heads do not divide over {over}; "):
         layout.check(Shape(), layout.ranks, layout.ranks)
+
+
+def test_times_and_memory_are_those_of_list() -> None:
+    problem = "only list is made for times and memory; use pp=2 or pp=2:list{times=1/1/1/0;memory=2}"
+    assert refused("pp=2{memory=2;times=1/1/1/0}").partition(": ")[2] == problem
+    for times in ((1.0, float("nan"), 1.0, 0.0), (1.0, float("inf"), 1.0, 0.0), (-1.0, 2.0, 1.0, 0.0)):
+        with pytest.raises(LayoutError, match="times needs four numbers F/I/W/C from 0"):
+            Layout(pp=2, schedule="list", list_times=times)
+    with pytest.raises(LayoutError, match="memory starts at 1"):
+        Layout(pp=2, schedule="list", list_memory=float("nan"))
 
 
 def test_samples_positions_and_columns_need_not_divide() -> None:

@@ -29,6 +29,9 @@ READ = {
     "pp=2:breadth-first/3": {"pp": 2, "schedule": "breadth-first", "chunks": 3, "stages": 6},
     "pp=2:zb-v": {"pp": 2, "schedule": "zb-v", "chunks": 2},
     "pp=2:list/2{layers=1/2/3/2}": {"pp": 2, "schedule": "list", "chunks": 2, "stage_layers": (1, 2, 3, 2)},
+    "pp=4:list{times=10/12.5/.5/0}": {"pp": 4, "schedule": "list", "list_times": (10, 12.5, 0.5, 0)},
+    "pp=4:list{memory=3.5}": {"pp": 4, "schedule": "list", "list_memory": 3.5},
+    "pp=2:list{memory=3;layers=1/2}": {"pp": 2, "schedule": "list", "list_memory": 3, "stage_layers": (1, 2)},
     "cp=4": {"cp": 4, "cp_kind": "ring", "cp_grid": (1, 4)},
     "cp=4:gather": {"cp": 4, "cp_kind": "gather", "cp_grid": (1, 4)},
     "cp=4:ulysses": {"cp": 4, "cp_kind": "ulysses", "cp_grid": (4, 1)},
@@ -62,6 +65,10 @@ def test_a_line_sets_the_fields_it_names_and_no_others(line: str) -> None:
         ("tp=8:2.5d/2{form=gather}", "tp=8:2.5d"),
         ("pp=2:zb-v/2", "pp=2:zb-v"),
         ("pp=2:interleaved/1,mb=2", "pp=2:interleaved/1,mb=2"),
+        (
+            "pp=4:list/1{ memory = 3.0 ; times=10.50/1e1/.5/00; layers=4/3/3/2 }",
+            "pp=4:list{layers=4/3/3/2;times=10.5/10/0.5/0;memory=3}",
+        ),
         ("sync=server/1{stale=0}", "sync=server"),
         ("offload=params:nvme@1.0+optimizer:cpu@.5", "offload=optimizer:cpu@0.5+params:nvme"),
         ("auto,dp=2", "dp=2,auto"),
@@ -72,8 +79,9 @@ def test_the_printed_line_is_canonical(line: str, canonical: str) -> None:
 
 
 def test_a_table_reads_as_the_line_with_the_same_keys() -> None:
-    table = {"dp": 2, "tp": "4:2d", "zero": "3/2", "mb": 4, "auto": True}
-    assert Layout.from_table(table) == Layout.parse("dp=2,tp=4:2d,zero=3/2,mb=4,auto")
+    table = {"dp": 2, "tp": "4:2d", "pp": "2:list{times=3/4/2/0;memory=1.5}", "zero": "3/2", "mb": 4, "auto": True}
+    line = "dp=2,tp=4:2d,pp=2:list{times=3/4/2/0;memory=1.5},zero=3/2,mb=4,auto"
+    assert Layout.from_table(table) == Layout.parse(line)
     assert Layout.from_table({"auto": False}) == Layout.from_table({}) == Layout()
 
 
@@ -107,6 +115,14 @@ SPELLING = [
     ("pp=4/2", "layout.pp = 4/2", "not of the form N[:SCHEDULE[/V]]"),
     ("pp=2:interleaved/0,mb=2", "layout.pp = 2:interleaved/0", "sizes start at 1"),
     ("pp=2{layers=4,4}", "layout.pp = 2{layers=4,4}", "'4,4' is not a whole number"),
+    ("pp=2:list{times=1/x/1/0}", "layout.pp = 2:list{times=1/x/1/0}", "'x' is not a number such as 12 or 3.5; use for"),
+    ("pp=2:list{times=1/-1/1/0}", "layout.pp = 2:list{times=1/-1/1/0}", "'-1' is not a number"),
+    ("pp=2:list{memory=inf}", "layout.pp = 2:list{memory=inf}", "'inf' is not a number"),
+    ("pp=2:list{memory=2;memory=3}", "layout.pp = 2:list{memory=2;memory=3}", "memory is given twice"),
+    ("pp=2:list{memory=2;}", "layout.pp = 2:list{memory=2;}", "{layers=9/8/8/7;times=F/I/W/C;memory=M}"),
+    ("pp=2:list{memory}", "layout.pp = 2:list{memory}", "not of the form"),
+    ("pp=2:list{time=1/1/1/0}", "layout.pp = 2:list{time=1/1/1/0}", "not of the form"),
+    ("tp=4:2d{layers=2/2}", "layout.tp = 4:2d{layers=2/2}", "{form=gather|loop}"),
     ("cp=2:rings", "layout.cp = 2:rings", "did you mean 'ring'"),
     ("zero=4", "layout.zero = 4", "use zero=3"),
     ("zero=1/0", "layout.zero = 1/0", "sizes start at 1"),

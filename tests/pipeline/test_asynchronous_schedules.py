@@ -8,7 +8,7 @@ from shoal.layout.kinds import SCHEDULES as ADMITTED
 from shoal.pipeline.faults import faults
 from shoal.pipeline.lower import lower
 from shoal.pipeline.program import PASSES, STARTS, Op, Programs
-from shoal.pipeline.schedules.pipedream import pipedream
+from shoal.pipeline.schedules.pipedream import pipedream, pipedream_vertical
 from shoal.pipeline.schedules.two_bw import two_bw
 from shoal.pipeline.simulate import even, simulate
 from shoal.pipeline.stream import STREAMS
@@ -43,6 +43,14 @@ def test_pipedream_updates_after_every_backward_pass() -> None:
     ]
 
 
+def test_vertical_sync_is_pipedream_with_older_weights_on_later_ranks() -> None:
+    """The same actions, so nothing more is sent: rank r has made r updates more than the first rank had, or what there
+    were."""
+    programs = pipedream_vertical(3, 2, 3)
+    assert text(programs) == text(pipedream(3, 2, 3))
+    assert [one.ages for one in programs] == [(0, 0, 0, 0, 0, 0), (0, 0, 1, 1, 1, 1), (0, 1, 2, 2, 2, 2)]
+
+
 def test_2bw_updates_when_the_batch_after_the_next_begins() -> None:
     assert text(two_bw(3, 2, 3)) == [
         "T0 F0 F1 T2 F2 B0 F3 B1 R0 N0 T4 U0 F4 B2 F5 B3 R2 N2 D U2 B4 B5 R4 N4 U4",
@@ -69,18 +77,22 @@ def test_streams_of_any_length_are_valid_and_use_the_versions_that_their_recurre
             assert tuple(act for act in program.actions if act.op in own) == before.actions
             numbers = range(steps * micro_batches)
             late = ranks - 1 - rank
+            assert program.ages == before.ages
             if name == "pipedream":
                 assert versions_used(program) == [max(0, b - late) for b in numbers]
+            elif name == "pipedream-vertical":
+                assert versions_used(program) == [max(0, b - ranks + 1) for b in numbers]
             else:
                 assert versions_used(program) == [max(0, b // micro_batches - 1) for b in numbers]
 
 
 @pytest.mark.parametrize(("name", "ranks", "micro_batches"), CASES)
 def test_as_many_versions_are_alive_as_the_literature_says(name: str, ranks: int, micro_batches: int) -> None:
-    """Of 2BW the last rank has but one: it updates when it has no micro-batch in flight."""
+    """Of 2BW the last rank has but one: it updates when it has no micro-batch in flight. With vertical sync later ranks
+    keep, for micro-batches that are still on their way to them, what the first keeps for those in flight."""
     programs = STREAMS[name](ranks, micro_batches, 3 * ranks // micro_batches + 3)
     each = [ranks - rank for rank in range(ranks)]
-    live = each if name == "pipedream" else [min(2, own) for own in each]
+    live = {"pipedream": each, "pipedream-vertical": [ranks] * ranks, "2bw": [min(2, own) for own in each]}[name]
     assert [live_versions(program) for program in programs] == live
     assert list(simulate(lower(programs), even(ranks)).weight_versions) == live
     assert list(simulate(programs, even(ranks)).peaks) == [float(own) for own in each]

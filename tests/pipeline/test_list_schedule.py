@@ -6,7 +6,7 @@ import pytest
 
 from shoal.pipeline.faults import faults
 from shoal.pipeline.lower import lower
-from shoal.pipeline.program import Programs
+from shoal.pipeline.program import Programs, placement
 from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.schedules.list_schedule import list_schedule
 from shoal.pipeline.simulate import Costs, even, simulate
@@ -37,6 +37,45 @@ def test_it_is_as_fast_as_any_other_schedule_in_the_same_memory(
     ours = simulate(list_schedule(ranks, micro_batches, chunks, costs=costs, memory=max(other.peaks)), costs)
     assert max(ours.peaks) <= max(other.peaks) + 1e-6
     assert ours.makespan <= other.makespan + 1e-6
+
+
+def uneven(costs: Costs) -> Costs:
+    """Every stage with times of its own, and more memory in the middle."""
+    stages = range(len(costs.held))
+
+    def vary(amounts: tuple[float, ...], step: int) -> tuple[float, ...]:
+        return tuple(amount * (1 + 0.3 * (stage * step % 4)) for stage, amount in enumerate(amounts))
+
+    return replace(
+        costs,
+        forward=vary(costs.forward, 1),
+        input_gradient=vary(costs.input_gradient, 2),
+        weight_gradient=vary(costs.weight_gradient, 3),
+        held=tuple(held * (1.5 if 0 < stage < stages[-1] else 1.0) for stage, held in enumerate(costs.held)),
+        kept=tuple(0.5 * kept for kept in costs.kept),
+    )
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "list"])
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize(("ranks", "micro_batches", "transfer"), [(2, 5, 0.1), (3, 6, 0.0), (4, 8, 0.3)])
+def test_it_is_as_fast_as_any_other_schedule_of_uneven_stages(
+    name: str, times: tuple[float, float, float], ranks: int, micro_batches: int, transfer: float
+) -> None:
+    """Where it is free to place them, and where it is told on which rank each is."""
+    if name == "interleaved":
+        micro_batches -= micro_batches % ranks
+    chunks = CHUNKS.get(name, 1)
+    costs = uneven(costs_of(ranks, chunks, times, transfer))
+    by_hand = SCHEDULES[name](ranks, micro_batches, chunks)
+    other = simulate(by_hand, costs)
+    for home in (None, placement(by_hand)):
+        programs = list_schedule(ranks, micro_batches, chunks, costs=costs, memory=max(other.peaks), home=home)
+        assert home in (None, placement(programs))
+        ours = simulate(programs, costs)
+        assert max(ours.peaks) <= max(other.peaks) + 1e-6
+        assert ours.makespan <= other.makespan + 1e-6
 
 
 @pytest.mark.parametrize(
@@ -79,6 +118,16 @@ def test_it_makes_the_best_of_uneven_stages() -> None:
     ours = simulate(list_schedule(4, 8, costs=costs), costs).makespan
     assert ours <= min(found["1f1b"], found["zb-h1"])
     assert 8 * 6 + 3 <= ours < found["1f1b"]
+
+
+@pytest.mark.parametrize("home", [(0, 1, 0, 1), (0, 1, 1, 0)])
+def test_stages_are_on_the_ranks_that_are_named(home: tuple[int, ...]) -> None:
+    costs = uneven(even(2, 2, **SHORT))
+    programs = list_schedule(2, 4, 2, costs=costs, home=home)
+    assert placement(programs) == home
+    assert faults(lower(programs)) == []
+    free = simulate(list_schedule(2, 4, 2, costs=costs), costs).makespan
+    assert simulate(programs, costs).makespan >= free - 1e-9
 
 
 def test_it_always_finds_the_same() -> None:

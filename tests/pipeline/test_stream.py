@@ -61,6 +61,7 @@ def test_a_step_does_not_depend_on_how_many_follow(name: str, ranks: int, micro_
         for stream, whole in zip(streams, lower(STREAMS[name](ranks, micro_batches, steps)), strict=True):
             parts = [act for k in range(steps) for act in since_the_beginning(stream.step(k), k)]
             parts += since_the_beginning(stream.drain(steps), steps)
+            assert sum((stream.step(k).ages for k in range(steps)), ()) == whole.ages
             assert parts == [act for act in whole.actions if act.op is not Op.DRAIN]
 
 
@@ -80,7 +81,7 @@ def test_nothing_is_left_on_its_way_where_the_last_update_is_made(name: str, ran
         last = max(at for at, act in enumerate(whole.actions) if act.op is Op.UPDATE)
         left = [act for act in whole.actions[last:] if act.op in DROP.values()]
         # The last rank of PipeDream updates within a step; what it has sent is dropped in the drain.
-        assert not left or (name == "pipedream" and whole.stages == (ranks - 1,))
+        assert not left or (ADMITTED[name].per_micro_batch and whole.stages == (ranks - 1,))
 
 
 # --- what is wrong with a stream ---
@@ -100,6 +101,7 @@ def moved(programs: Programs, rank: int, act: str, before: str) -> Programs:
 
 BATCHES = lower(STREAMS["2bw"](3, 2, 3))
 SINGLES = lower(STREAMS["pipedream"](3, 2, 2))
+VERTICAL = lower(STREAMS["pipedream-vertical"](3, 2, 3))
 
 
 @pytest.mark.parametrize("programs", [BATCHES, SINGLES])
@@ -153,6 +155,29 @@ def test_ranks_that_wait_for_each_other_over_a_norm_are_found() -> None:
     assert "rank 0's B0.2 waits for rank 1's SG1.2>0" in fault or "rank 0's DA0.2>1 waits for" in fault
 
 
+def test_a_micro_batch_that_meets_another_version_on_another_rank_is_found() -> None:
+    """Where it is to meet one: an update that a forward pass overtakes, and an age that is not that of its place."""
+    assert [one.ages for one in VERTICAL] == [(0,) * 6, (0, 0, 1, 1, 1, 1), (0, 1, 2, 2, 2, 2)]
+    late = moved(VERTICAL, 1, "U.1", "B1.2")
+    assert faults(late) == ["rank 1: micro-batch 3 uses version 0 of the weights, on rank 0 1"]
+    young = (VERTICAL[0], VERTICAL[1], replace(VERTICAL[2], ages=(0, 1, 1, 2, 2, 2)))
+    assert faults(young) == ["rank 2: micro-batch 2 uses version 1 of the weights, on rank 0 0"]
+    early = (replace(VERTICAL[0], ages=(1,) * 6), *VERTICAL[1:])
+    assert faults(early)[0] == "rank 0: micro-batch 0 uses version -1 of the weights, on rank 0 -1"
+    without = tuple(replace(one, ages=()) for one in VERTICAL)
+    assert faults(without) == []
+
+
+def test_ages_repeat_and_the_oldest_is_known() -> None:
+    for rank in range(4):
+        stream = Stream("pipedream-vertical", 4, rank, 2)
+        assert stream.step(0).ages == (0, max(0, rank - 2))
+        assert stream.step(9).ages == (rank, rank)
+        assert stream.drain(9).ages == ()
+        assert stream.oldest == rank
+    assert Stream("2bw", 4, 3, 3).oldest == Stream("pipedream", 4, 3, 1).oldest == 0
+
+
 def ends(programs: Programs) -> bool:
     """Whether all ranks come to their ends: by trying each again and again, with nothing shared with the validator but
     the names of messages."""
@@ -200,9 +225,11 @@ def test_a_stream_with_actions_moved_at_random_is_refused_or_right(name: str) ->
             for program in found:
                 order = list(program.actions)
                 for number in range(6):
-                    first = number if name == "pipedream" else number // 2 * 2
+                    first = number if ADMITTED[name].per_micro_batch else number // 2 * 2
                     backward, update = (order.index(Act(Op.BACKWARD, program.stages[0], number)),
                                         order.index(Act(Op.UPDATE, micro_batch=first)))  # fmt: skip
                     assert backward < update
                 assert versions_used(program) == sorted(versions_used(program))
+            if name == "pipedream-vertical":
+                assert all(versions_used(program) == versions_used(found[0]) for program in found)
     assert accepted > 50

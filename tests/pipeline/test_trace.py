@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from shoal.pipeline.lower import lower
 from shoal.pipeline.program import PASSES, Act, Op
+from shoal.pipeline.schedules.dualpipe_v import dualpipe_v
 from shoal.pipeline.schedules.one_f_one_b import one_f_one_b
 from shoal.pipeline.schedules.zb_v import zb_v
 from shoal.pipeline.simulate import even, simulate
-from shoal.pipeline.trace import Event, Recorder, chrome_trace, compare
+from shoal.pipeline.trace import Event, Recorder, compare, costs_of, programs_of, transfers
 
 ACTS = [Act(Op.RECEIVE_ACTIVATION, 1, 0, 0), Act(Op.FORWARD, 1, 0), Act(Op.BACKWARD, 1, 0), Act(Op.UPDATE)]
 
@@ -49,27 +51,6 @@ def test_events_survive_the_way_through_json() -> None:
         assert Event.read(json.loads(json.dumps(event.as_json()))) == event
 
 
-def test_the_trace_has_a_process_for_each_rank_and_a_row_for_each_stage() -> None:
-    events = [
-        Event(ACTS[0], 5.0, 5.0, 5.25),
-        Event(ACTS[1], 5.25, 6.0, 7.0),
-        Event(ACTS[3], 7.0, 7.0, 7.5),
-    ]
-    trace = chrome_trace([[events], [events]], ["rank 0", "rank 1"], first=3)
-    entries = trace["traceEvents"]
-    named = {(one["pid"], one["tid"]): one["args"]["name"] for one in entries if one["name"] == "thread_name"}
-    assert named == {(rank, row): name for rank in (0, 1) for row, name in ((0, "the step"), (2, "stage 1"))}
-    assert [one["args"]["name"] for one in entries if one["name"] == "process_name"] == ["rank 0", "rank 1"]
-    spans = [one for one in entries if one["ph"] == "X" and one["pid"] == 1]
-    assert [(one["name"], one["tid"], one["cat"], one["ts"], one["dur"]) for one in spans] == [
-        ("RA1.0<0", 2, "message", 0, 250_000),
-        ("F1.0", 2, "pass", 250_000, 1_750_000),
-        ("wait", 2, "wait", 250_000, 750_000),
-        ("U", 0, "step", 2_000_000, 500_000),
-    ]
-    assert spans[1]["args"] == {"what": "the forward pass of stage 1, micro-batch 0", "step": 3}
-
-
 @pytest.mark.parametrize("passes", [one_f_one_b(4, 8), zb_v(4, 8)])
 def test_what_runs_as_simulated_is_not_late(passes: tuple) -> None:
     programs = lower(passes)
@@ -102,3 +83,43 @@ def test_a_pass_that_started_too_late_is_late_and_so_is_what_waits_for_it() -> N
     rows = {(stage, name): rest for stage, name, *rest in found.by_stage()}
     assert rows[0, "F"] == pytest.approx([1.0, 0.0, 0.0])
     assert rows[1, "B"] == pytest.approx([2.0, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("passes", [one_f_one_b(4, 8), zb_v(4, 8), dualpipe_v(2, 5)])
+def test_the_programs_are_read_off_what_ran(passes: tuple) -> None:
+    programs = lower(passes)
+    assert programs_of([[Event(act, 0.0, 0.0, 0.0) for act in one.actions] for one in programs]) == tuple(
+        replace(one, stages=tuple(sorted(one.stages))) for one in programs
+    )
+
+
+def test_passes_take_what_they_took_on_average_once_they_had_what_they_waited_for() -> None:
+    events = [
+        Event(Act(Op.FORWARD, 0, 0), 0.0, 1.0, 3.0),
+        Event(Act(Op.FORWARD, 0, 1), 3.0, 3.0, 7.0),
+        Event(Act(Op.BACKWARD, 0, 0), 7.0, 9.0, 14.0),
+        Event(Act(Op.INPUT_GRADIENT, 0, 1), 14.0, 14.0, 16.0),
+        Event(Act(Op.WEIGHT_GRADIENT, 0, 1), 16.0, 16.0, 17.0),
+        Event(Act(Op.UPDATE), 17.0, 17.0, 99.0),
+    ]
+    costs = costs_of(events, stages=2, transfer=0.5)
+    taken = [costs.time(event.act) for event in events]
+    assert taken == [3.0, 3.0, 5.0, 2.0, 1.0, 0.0], "a whole backward pass is not the sum of two halves of others"
+    assert costs.time(Act(Op.BACKWARD, 1, 0)) == costs.time(Act(Op.FORWARD, 1, 0)) == 0.0
+    assert costs.transfer == 0.5
+
+
+def test_a_message_took_what_a_pass_waited_for_it_after_it_was_sent() -> None:
+    first = [
+        Event(Act(Op.SEND_ACTIVATION, 0, 0, 1), 1.0, 1.0, 1.1),
+        Event(Act(Op.SEND_ACTIVATION, 0, 1, 1), 2.0, 2.0, 2.1),
+        Event(Act(Op.BACKWARD, 0, 0), 2.5, 8.75, 9.0),
+    ]
+    second = [
+        Event(Act(Op.FORWARD, 1, 0), 0.5, 1.25, 5.0),
+        Event(Act(Op.FORWARD, 1, 1), 5.0, 5.0, 6.0),  # it was there already, since when nobody knows
+        Event(Act(Op.INPUT_GRADIENT, 1, 0), 6.0, 6.0, 8.0),
+        Event(Act(Op.SEND_GRADIENT, 1, 0, 0), 8.25, 8.25, 8.25),
+    ]
+    assert list(transfers([first, second], (0, 1))) == [0.5, 0.25]
+    assert list(transfers([[*first[:2], *second]], (0, 0))) == [], "what stays on a rank is no message"

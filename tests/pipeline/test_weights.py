@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,9 +20,9 @@ class Memory:
         self.moved = 0
         self._point()
 
-    def move(self, params: Tensor) -> None:
-        self.params = params
-        self.moved += 1
+    def move(self, params: Tensor, faces: Sequence[nn.Parameter]) -> None:
+        self.moved += params is not self.params
+        self.params, self.faces = params, faces
         self._point()
 
     def _point(self) -> None:
@@ -33,7 +35,7 @@ class Memory:
 class Net:
     """y = b·(a·x): two weights in two memories, of which the second has another parameter before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, oldest: int = 0) -> None:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, bias=False)).double()
         first, second = self.module
@@ -46,14 +48,15 @@ class Net:
                 (self.memories[0], [self._place("bias", 0), self._place("a", 2)]),
                 (self.memories[1], [self._place("b", 0)]),
             ],
+            oldest=oldest,
         )
 
     def _place(self, name: str, start: int) -> Place:
         return Place(self.originals[name], start, self.taken[name].append)
 
-    def start(self) -> tuple[Version, Tensor, Tensor]:
-        """A forward pass with the newest weights: their version, the input, and the output."""
-        version = self.weights.newest
+    def start(self, age: int = 0) -> tuple[Version, Tensor, Tensor]:
+        """A forward pass with the weights before the last ``age`` updates: their version, the input, and the output."""
+        version = self.weights.older(age)
         version.users += 1
         self.weights.use(version)
         x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
@@ -121,6 +124,59 @@ def test_there_are_as_many_versions_as_passes_can_tell_apart(behind: int) -> Non
     assert len(net.weights._versions) == behind + 1
     places = {version.buffers[0].data_ptr() for version in net.weights._versions}
     assert len(places) == behind + 1
+
+
+@pytest.mark.parametrize(("age", "behind"), [(1, 0), (2, 0), (1, 2), (3, 1)])
+def test_a_forward_pass_may_see_what_was_there_before_the_last_updates(age: int, behind: int) -> None:
+    """After ``age`` updates since its micro-batch entered, with ``behind`` passes under way: as many old versions."""
+    net, under_way = Net(oldest=age), []
+    products = [net.product()] * (age + 1)
+    alive = []
+    for number in range(12):
+        under_way.append((products[-1 - age].expand(3, -1).clone(), net.start(min(age, number))))
+        if len(under_way) > behind:
+            expected, one = under_way.pop(0)
+            torch.testing.assert_close(net.finish(one), expected, rtol=1e-15, atol=0)
+        net.update(0.1 * (number + 1))
+        products.append(net.product())
+        alive.append(net.weights.alive)
+    assert alive[-1] == max(alive) == len(net.weights._versions) == age + behind + 1
+
+
+def test_an_update_that_is_skipped_counts_and_makes_no_version() -> None:
+    net = Net(oldest=2)
+    first = net.weights.newest
+    net.update(1.0)
+    second = net.weights.newest
+    net.weights.stay()
+    assert [net.weights.older(age) for age in range(3)] == [second, second, first]
+    net.weights.stay()
+    assert [net.weights.older(age) for age in range(3)] == [second] * 3
+    assert net.weights.alive == 1
+    net.update(1.0)
+    assert (net.weights.newest, net.weights.older(1)) == (first, second), "the memory of the first is used again"
+
+
+def test_where_nothing_is_under_way_only_the_newest_version_is_kept() -> None:
+    net = Net(oldest=3)
+    for _ in range(3):
+        net.update(1.0)
+    assert net.weights.alive == 4
+    net.weights.settle()
+    assert net.weights.alive == 1
+    assert net.weights.older(0) is net.weights.newest
+
+
+def test_memories_know_what_modules_have() -> None:
+    net = Net()
+    for _ in range(2):
+        under_way = net.start()
+        net.update(1.0)
+        assert [list(memory.faces) for memory in net.memories] == [
+            [net.module[0].bias, net.module[0].weight],
+            [net.module[1].weight],
+        ]
+        net.finish(under_way)
 
 
 def test_several_passes_share_a_version() -> None:

@@ -20,7 +20,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 DOCUMENTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), (4, 8)),
-    **dict.fromkeys(("pipedream", "2bw"), (4, 4)),
+    **dict.fromkeys(("pipedream", "pipedream-vertical", "2bw"), (4, 4)),
     "1f1b-overlap": (4, 8, None, Times(transfer=0.5)),
     "list": (4, 8, 2, Times(1, 1.5, 0.5)),
 }

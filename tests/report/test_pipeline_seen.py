@@ -54,6 +54,14 @@ def test_a_stream_has_no_bubble_in_its_steady_steps(ranks: int, micro_batches: i
     assert [words for _, words in seen.marks][-3:] == [*steady, "drain"]
 
 
+def test_with_vertical_sync_all_ranks_use_and_keep_as_old_weights_as_the_first() -> None:
+    seen = pipeline("pipedream-vertical", 4, 3)
+    assert seen.weight_versions == (4, 4, 4, 4)
+    assert seen.peaks == (4, 3, 2, 1)
+    for bars in seen.bars:
+        assert all(bar.version == max(0, bar.act.micro_batch - 3) for bar in bars)
+
+
 def test_2bw_uses_the_weights_before_the_newest() -> None:
     seen = pipeline("2bw", 4, 4)
     assert max(seen.weight_versions) == 2
@@ -89,7 +97,7 @@ def test_json_says_all_of_it(name: str) -> None:
     assert [len(one) for one in said["timeline"]] == [len(one) for one in seen.bars]
     first = said["timeline"][0][0]
     assert (first["pass"], first["stage"], first["micro_batch"], first["start"]) == ("F", 0, 0, 0)
-    assert ("weights" in first) == (name in ("pipedream", "2bw"))
+    assert ("weights" in first) == kinds.SCHEDULES[name].asynchronous
 
 
 def test_the_list_is_made_for_the_times() -> None:

@@ -136,6 +136,7 @@ def test_each_part_of_a_layout_is_told_with_its_size() -> None:
         ("pp=1:zb-v,mb=2", "into 2 stages, 2 a rank: stages 0–1 on the first\nzb-v: activations of 1 micro-batch are"),
         ("pp=3:pipedream,mb=2", "and 3, 2, 1 versions of the weights besides .* weights 2, 1, 0 updates old"),
         ("pp=3:pipedream,mb=2", "each is an update of its own"),
+        ("pp=3:pipedream-vertical,mb=2", "and 3 versions of the weights besides .* weights 2 updates old"),
         ("pp=3:2bw,mb=2", "and 2, 2, 1 versions of the weights besides .* weights one update old"),
         ("pp=3:2bw,mb=2", "their gradients add up and are sent once"),
         ("dp=2,pp=2:pipedream,mb=3", r"summed after each micro-batch; .* 2M\(N−1\)/N = 3"),

@@ -50,7 +50,8 @@ def train(kind: str, line: Any, config: Optimizer, rate: Any = lambda _: 1.0, mi
     stages = {f"weights.{r}": r for r in range(len(line.weights))}
     if kind == "2bw":
         return squared_error(two_bw(line, config, rate, 0))
-    return squared_error(pipedream(line, config, rate, 0, stages, micro_batches))
+    vertical = kind == "pipedream-vertical"
+    return squared_error(pipedream(line, config, rate, 0, stages, micro_batches, vertical=vertical))
 
 
 def half_square(trainer: DelayedTrainer) -> Mapping[str, Tensor]:
@@ -69,6 +70,7 @@ def half_square(trainer: DelayedTrainer) -> Mapping[str, Tensor]:
         ("pipedream", 1, None, [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32]),
         ("pipedream", 3, None, [1 / 2, 0, -1 / 2, -3 / 4, -3 / 4]),
         ("pipedream", 3, 1, [1 / 2, 1 / 4, 0, -1 / 4, -3 / 8]),
+        ("pipedream-vertical", 3, 1, [1 / 2, 1 / 4, 0, -1 / 4, -3 / 8]),
     ],
 )
 def test_halving_a_weight_by_gradients_of_old_ones(
@@ -89,7 +91,9 @@ def by_hand(
 ) -> list[tuple[list[float], bool]]:
     """The recurrence in floats, one weight at a time: after every update, the weights and whether any was clipped."""
     last = len(start) - 1
-    delays = [1] * len(start) if kind == "2bw" else [last - r for r in range(len(start))]
+    delays = {"2bw": [1] * len(start), "pipedream": [last - r for r in range(len(start))]}.get(
+        kind, [last] * len(start)
+    )
     versions, first, second, results = [start], [0.0] * len(start), [0.0] * len(start), []
     for number, (xs, ys) in enumerate(data):
         if number in drains:
@@ -119,7 +123,7 @@ def by_hand(
     return results
 
 
-@pytest.mark.parametrize("kind", ["pipedream", "2bw"])
+@pytest.mark.parametrize("kind", ["pipedream", "pipedream-vertical", "2bw"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("drained", [(), (2,), (1, 3)])
 def test_momentum_adam_decay_clipping_and_the_rate_follow_the_recurrence(
@@ -128,7 +132,7 @@ def test_momentum_adam_decay_clipping_and_the_rate_follow_the_recurrence(
     """Six steps, of PipeDream two micro-batches each, drained before some of them."""
     config = Optimizer(name=optimizer, lr=0.2, momentum=0.9, weight_decay=0.1, clip=0.8)
     start, generator = [1.5, -0.5, 0.75], torch.Generator().manual_seed(0)
-    each = 2 if kind == "pipedream" else 1
+    each = 1 if kind == "2bw" else 2
     data = [
         (torch.randn(2, 3, generator=generator, dtype=torch.float64), torch.randn(2, generator=generator).double())
         for _ in range(6 * each)
@@ -144,7 +148,7 @@ def test_momentum_adam_decay_clipping_and_the_rate_follow_the_recurrence(
         found = trainer.advance({"x": x, "y": y[:, None]})
         weights = [found.weights[f"weights.{r}"].item() for r in range(3)]
         assert weights == pytest.approx(expected, rel=1e-12, abs=1e-12)
-        assert len(found.norms) == (3 if kind == "pipedream" else 1)
+        assert len(found.norms) == (1 if kind == "2bw" else 3)
         assert sum(n * n for n in found.norms) ** 0.5 == pytest.approx(found.grad_norm, rel=1e-12)
 
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 from whole_runs import events, make_store, sets, write_run
 
 from shoal import config as configuration
+from shoal.comm.world import World
+from shoal.config import Config
+from shoal.errors import Diverged
 from shoal.layout import Layout
+from shoal.model.decoder import FeedForward
 from shoal.train.loop import train
 from shoal.train.metrics import Sink
 from shoal.train.pool import Pool
@@ -19,7 +26,7 @@ from shoal.train.setup import fit, make_model, materialise_alone, open_data
 from shoal.train.verify import _trainer
 
 Go = Callable[..., Path]
-LINES = ("pp=2:2bw,mb=3", "pp=3:pipedream,mb=2", "dp=2,pp=2:2bw,zero=1,mb=2")
+LINES = ("pp=2:2bw,mb=3", "pp=3:pipedream,mb=2", "pp=3:pipedream-vertical,mb=2", "dp=2,pp=2:2bw,zero=1,mb=2")
 EVALUATED, SAVED, STEPS = 7, 5, 13
 SETTINGS = {"run__steps": STEPS, "evaluation__every": EVALUATED, "checkpoint__every": SAVED}
 DRAINED = {5, 7, 10, 13}
@@ -112,3 +119,50 @@ def test_a_resumed_run_is_the_unbroken_one(line: str, go: Go, tmp_path: Path) ->
         assert [values[key] for values in found] == pytest.approx([values[key] for values in wanted], rel=1e-9), key
     last: list[Any] = [events(one, "evaluation")[-1]["loss"] for one in (truth, run)]
     assert last[1] == pytest.approx(last[0], rel=1e-9)
+
+
+def poisoned(world: World, config: Config, layout: Layout, at: int) -> None:
+    """Train; the gradients of micro-batch ``at``, counted over the run, are not finite. Each rank has one block."""
+    forward, calls = FeedForward.forward, 0
+
+    def poisoning(self: FeedForward, x: Tensor) -> Tensor:
+        nonlocal calls
+        y = forward(self, x)
+        if calls == at:
+            y.register_hook(lambda gradient: gradient * math.nan)
+        calls += 1
+        return y
+
+    FeedForward.forward = poisoning  # type: ignore[method-assign]
+    try:
+        train(world, config, layout, nothing)
+    finally:
+        FeedForward.forward = forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("line", "samples"),
+    [
+        pytest.param("pp=2:2bw,mb=2", [(72, 96)], marks=pytest.mark.parity),
+        ("dp=2,pp=2:pipedream,mb=2", [(78, 84), (90, 96)]),
+        pytest.param("pp=2:pipedream,mb=3", [(80, 88)], marks=pytest.mark.parity),
+    ],
+)
+@pytest.mark.parametrize("skips", [0, pytest.param(1, marks=pytest.mark.parity)])
+def test_the_samples_are_named_whose_gradients_were_not_finite(
+    line: str, samples: list[tuple[int, int]], skips: int, pool: Pool, store: Path, tmp_path: Path
+) -> None:
+    """Those of the step, though later ones have begun, and of the micro-batch, if that is an update of its own; what
+    was before is told before, if this ends the run."""
+    layout = Layout.parse(f"{line},dtype=float64")
+    settings = {"model__layers": 2, "run__steps": 8, "optimizer__skips": skips, "data__validation": 0}
+    config = configuration.load(write_run(tmp_path, store), sets(**settings)[1::2])
+    at = 3 * layout.mb + 1
+    with pytest.raises(Diverged, match=r"^step 4: ") if skips == 0 else nullcontext():
+        pool.run(poisoned, config, fit(config, layout, layout.ranks), at, ranks=layout.ranks)
+    run = tmp_path / "out" / "run"
+    (skipped,) = events(run, "skipped")
+    assert (skipped["step"], skipped["so_far"]) == (4, 1)
+    assert skipped["samples"] == [one for part in samples for one in range(*part)]
+    last = 3 if skips == 0 else 8
+    assert [values["step"] for values in events(run, "step")] == list(range(1, last + 1))

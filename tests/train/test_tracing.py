@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from whole_runs import Shoal, events, make_store, sets, write_run
 
+from shoal.layout import Layout
+
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -52,6 +54,17 @@ def test_a_traced_run_leaves_three_steps_after_two(
         ends = [one["ts"] + one["dur"] for one in passes]
         starts = [one["ts"] for one in passes]
         assert all(end <= start + 1 for end, start in zip(ends, starts[1:], strict=False)), "one thing after another"
+    report = Shoal(capfd, monkeypatch)("report", tmp_path / "out" / "run", "--json")
+    assert (report.code, report.err) == (0, "")
+    said = json.loads(report.out)
+    assert said["step"] in ((3, 4, 5) if simulated else (4,))
+    assert said["stages"] == (stages if "pp" in layout else stages[:1])
+    assert said["layout"] == str(Layout.parse(f"{layout},dtype=float64"))
+    for measured, simulation in zip(said["timeline"]["measured"], said["timeline"]["simulated"], strict=True):
+        done, foreseen = (
+            [one["action"] for one in lane if one["action"][0] in "FBIW"] for lane in (measured, simulation)
+        )
+        assert done == foreseen or not simulated, "the program that ran is the one that is simulated"
 
 
 def test_a_run_without_steps_left_has_nothing_to_trace(

@@ -42,7 +42,7 @@ def shown(report: Report) -> str:
     return capture.get()
 
 
-@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream", "pipedream-vertical"])
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_an_asynchronous_layout_is_held_to_its_recurrence(schedule: str, steps: int, pool: Pool) -> None:
     """However few steps there are."""
@@ -106,6 +106,17 @@ def newest_weights_in_backward(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Weights, "advance", advance)
 
 
+def no_vertical_sync(patch: pytest.MonkeyPatch) -> None:
+    """Every stage uses its newest weights."""
+    patch.setattr(Weights, "older", lambda self, age: self.newest)
+
+
+def vertical_sync(patch: pytest.MonkeyPatch) -> None:
+    """The truth has weights of one age on all stages."""
+    plain = verify_module.pipedream
+    patch.setattr(verify_module, "pipedream", lambda *arguments, vertical: plain(*arguments, vertical=True))
+
+
 def clipped_by_each_stage(patch: pytest.MonkeyPatch) -> None:
     """2BW knows the norm of all gradients."""
     start = Sync.start_norm
@@ -150,6 +161,8 @@ def never_drained(patch: pytest.MonkeyPatch) -> None:
         ("pp=2:pipedream,mb=3", rate_of_another_step),
         ("pp=2:2bw,mb=3", newest_weights_in_backward),
         ("pp=2:pipedream,mb=3", newest_weights_in_backward),
+        ("pp=2:pipedream-vertical,mb=3", no_vertical_sync),
+        ("pp=2:pipedream,mb=3", vertical_sync),
         ("pp=2:2bw,mb=3", clipped_by_each_stage),
         ("pp=2:pipedream,mb=3", clipped_by_all),
         ("dp=2,pp=2:2bw,mb=3", one_buffer),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from math import inf
 from operator import itemgetter
@@ -26,31 +27,51 @@ _FILLS = (False, True)
 
 
 def list_schedule(
-    ranks: int, micro_batches: int, chunks: int = 1, *, costs: Costs | None = None, memory: float | None = None
+    ranks: int,
+    micro_batches: int,
+    chunks: int = 1,
+    *,
+    costs: Costs | None = None,
+    memory: float | None = None,
+    home: Sequence[int] | None = None,
 ) -> Programs:
     """The order with the shortest makespan, and of several such the one that holds least, among those that hold at most
     ``memory`` on any rank, in the unit of ``costs``: the other schedules, the same with their weight-gradient passes
     moved to where they cost least, and what list scheduling makes by several rules.
 
-    Stages go round the ranks or, where there are two a rank or more, up and down them, whichever is faster. Without
-    ``costs`` all stages are alike, and F, I and W take the same time. Without ``memory`` there is what 1F1B needs:
-    ``ranks`` micro-batches on the rank where they hold most; there is always what one micro-batch needs. Any number of
-    micro-batches will do.
+    Stages go round the ranks or, where there are two a rank or more, up and down them, whichever is faster, unless
+    ``home`` says on which rank each is. Without ``costs`` all stages are alike, and F, I and W take the same time.
+    Without ``memory`` there is what 1F1B needs: ``ranks`` micro-batches on the rank where they hold most; there is
+    always what one micro-batch needs. Any number of micro-batches will do.
     """
-    costs = costs or even(ranks, chunks)
+    costs = _in_thirds(costs, ranks) if costs else even(ranks, chunks)
     stages = range(ranks * chunks)
     around = tuple(stage % ranks for stage in stages)
     up_and_down = tuple(min(turn := stage % (2 * ranks), 2 * ranks - 1 - turn) for stage in stages)
     best, found = (inf, inf), Programs()
-    for home in dict.fromkeys((around, up_and_down)):
-        each = [sum(costs.held[stage] for stage in stages if home[stage] == rank) for rank in range(ranks)]
+    for place in dict.fromkeys((around, up_and_down)) if home is None else (tuple(home),):
+        each = [sum(costs.held[stage] for stage in stages if place[stage] == rank) for rank in range(ranks)]
         limit = max(*each, ranks * max(each) if memory is None else memory) + _SLACK
-        for programs in _candidates(home, micro_batches, costs, limit):
+        for programs in _candidates(place, micro_batches, costs, limit):
             run = simulate(programs, costs)
             value = round(run.makespan, 9), round(max(run.peaks), 9)
             if value < best:
                 best, found = value, programs
     return found
+
+
+def _in_thirds(costs: Costs, ranks: int) -> Costs:
+    """With times such that a rank takes 3 for a micro-batch, on average, whichever unit they are in."""
+    passes = (costs.forward, costs.input_gradient, costs.weight_gradient)
+    unit = sum(map(sum, passes)) / (3 * ranks)
+    forward, input_gradient, weight_gradient = (tuple(time / unit for time in times) for times in passes)
+    return replace(
+        costs,
+        forward=forward,
+        input_gradient=input_gradient,
+        weight_gradient=weight_gradient,
+        transfer=costs.transfer / unit,
+    )
 
 
 def _candidates(home: Sequence[int], micro_batches: int, costs: Costs, limit: float) -> Iterator[Programs]:

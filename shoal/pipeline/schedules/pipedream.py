@@ -1,10 +1,13 @@
-"""PipeDream (Narayanan et al. 2019, 1806.03377) with weight stashing: 1F1B without end, an update a micro-batch."""
+"""PipeDream (Narayanan et al. 2019, 1806.03377) with weight stashing: 1F1B without end, an update a micro-batch; and
+with vertical sync, under which a micro-batch meets weights of one age on all stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from shoal.pipeline.program import Act, Op, Program, Programs
+from shoal.pipeline.versions import versions_used
 
 
 def pipedream(ranks: int, micro_batches: int, steps: int) -> Programs:
@@ -18,6 +21,22 @@ def pipedream(ranks: int, micro_batches: int, steps: int) -> Programs:
     return tuple(
         Program((r,), micro_batches * steps, tuple(_order(r, ranks - 1 - r, micro_batches, steps)))
         for r in range(ranks)
+    )
+
+
+def pipedream_vertical(ranks: int, micro_batches: int, steps: int) -> Programs:
+    """The stream of :func:`pipedream` with vertical sync (section 3.3): the passes of a micro-batch use, on every rank,
+    the version of the weights that the first rank had when the micro-batch entered. Which one that is follows from the
+    first rank's program, so nothing is sent for it.
+
+    On every rank the gradients of micro-batch t are those of weights that are ranks − 1 updates old, or of the first:
+    W^(t+1) = W^(t) − u(∇f(W^(max(0, t − ranks + 1)); x_t)). Each rank has ``ranks`` versions.
+    """
+    programs = pipedream(ranks, micro_batches, steps)
+    entered = versions_used(programs[0])
+    return tuple(
+        replace(one, ages=tuple(newest - its for newest, its in zip(versions_used(one), entered, strict=True)))
+        for one in programs
     )
 
 

@@ -1,0 +1,53 @@
+"""The command about what a run did: report."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from shoal.cli.common import JsonOption, console
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, or the trace in it")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE.svg|FILE.html", help="draw it, too, into this file")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", help="the step to show; default: the one of median length", min=1)
+    ] = None,
+    rank: Annotated[int, typer.Option("--rank", help="the pipeline to show is that of this rank", min=0)] = 0,
+    json: JsonOption = False,
+) -> None:
+    """Lay a step of a traced run over its simulation: where it took longer, and what ranks waited for.
+
+    shoal train --trace writes the trace. The simulation runs the same program with the times of passes and messages as
+    the trace has them.
+
+    Example: shoal report out/quickstart --out out/quickstart/report.svg
+    """
+    from shoal.report.overlay import overlay
+    from shoal.report.overlay_file import read_trace, trace_path
+    from shoal.report.overlay_picture import picture_path, write_picture
+    from shoal.report.overlay_terminal import overlay_report
+    from shoal.report.overlay_words import next_steps
+
+    if out is not None:
+        picture_path(out)
+    path = trace_path(run)
+    seen = overlay(read_trace(path), step, rank)
+    if out is not None:
+        write_picture(seen, out)
+    if json:
+        typer.echo(jsonlib.dumps(seen.as_json()))
+        return
+    console.print(overlay_report(seen), soft_wrap=False)
+    if out is not None:
+        console.print(f"\npicture: {escape(str(out))}")
+    console.print("\nWhat to try next:")
+    for what, command in next_steps(seen, run, path, drawn=out is not None):
+        console.print(f"  {what:<42}[bold]{escape(command)}[/]")
