@@ -17,6 +17,7 @@ from shoal.build import (
     held_units,
     homes_of,
     interpreter_of,
+    passes_of,
     programs_of,
     run_of,
     shares_of,
@@ -28,7 +29,7 @@ from shoal.comm.world import World
 from shoal.config import Optimizer
 from shoal.data_parallel.buffers import average, copy_from_first
 from shoal.errors import ConfigError, Diverged
-from shoal.feed import check_same, micro_batches
+from shoal.feed import check_same, check_same_plan, micro_batches, weights_of
 from shoal.flow import Flow, updates_by_layer, updates_of
 from shoal.layout import Layout
 from shoal.local import adapt, allot, buffer_fragments, drop, lay_out, persistent_buffers
@@ -118,6 +119,7 @@ class Engine:
         # Cut into pipeline stages.
         stages, homes, at = stages_of(self.layout, layers, roles), homes_of(self.layout), mesh.coords["pp"]
         shares = shares_of(self.layout, layers, roles, stages)
+        check_same_plan(self.layout, passes_of(self.layout, shares), self.world.everyone, self.world.device)
         own = [stage for stage, home in enumerate(homes) if home == at]
         units_of = held_units(stages, homes)
         mine = units_of[at]
@@ -192,7 +194,7 @@ class Engine:
         if self._flow is not None:
             return self._begin_step(self._flow, batches)
         self._sync.begin()
-        weight = self._weights(batches).sum()
+        weight = weights_of(self.task, batches, self.world.device).sum()
         agreed = start_all_reduce(weight, self._replicas, "weight")
 
         def scale(_: int) -> Tensor:
@@ -225,7 +227,7 @@ class Engine:
     def _begin_step(self, flow: Flow, batches: list[dict[str, Tensor]]) -> StepResult | None:
         contexts = self._contexts(seed=self.seed, step=self.steps_done, train=True)
         try:
-            flow.step(self.steps_done, batches, self._weights(batches), contexts)
+            flow.step(self.steps_done, batches, weights_of(self.task, batches, self.world.device), contexts)
         except BaseException:
             self._cut_short = True
             raise
@@ -254,7 +256,7 @@ class Engine:
         batches = micro_batches(batch, self.layout.mb, self.world.device)
         with self._forward_only():
             loss = self._executor.run(self._programs.evaluate, batches, self._contexts())
-        weight = self._weights(batches).sum()
+        weight = weights_of(self.task, batches, self.world.device).sum()
         all_reduce(loss, self._losses, "evaluation")
         all_reduce(weight, self._replicas, "evaluation")
         return loss.item(), weight.item()
@@ -393,8 +395,3 @@ class Engine:
                 f"Engine: the step after step {self.steps_done} was cut short by an error, and a pipeline cannot go on "
                 "from the middle of a step; make a new engine, and load a checkpoint into it"
             )
-
-    def _weights(self, batches: list[dict[str, Tensor]]) -> Tensor:
-        """The denominator that each micro-batch brings."""
-        weights = [torch.as_tensor(self.task.weight(one)) for one in batches]
-        return torch.stack([weight.to(self.world.device, torch.float64) for weight in weights])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -10,7 +12,9 @@ from torch import Tensor
 from shoal.comm.collectives import all_reduce
 from shoal.comm.world import Group
 from shoal.errors import ConfigError, LayoutError, setting
+from shoal.layout import Layout
 from shoal.model.context import Batch
+from shoal.model.task import Task
 
 
 def micro_batches(batch: Batch, count: int, device: torch.device) -> list[dict[str, Tensor]]:
@@ -43,17 +47,41 @@ def _bring(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+def weights_of(task: Task, batches: Sequence[Batch], device: torch.device) -> Tensor:
+    """The denominator that each micro-batch brings."""
+    weights = [torch.as_tensor(task.weight(one)) for one in batches]
+    return torch.stack([weight.to(device, torch.float64) for weight in weights])
+
+
 def check_same(batch: Batch, group: Group, device: torch.device) -> None:
     """Raise :class:`ConfigError` on all ranks of ``group`` unless all were given the same ``batch``."""
-    digest = blake2b(digest_size=7)
-    for name in sorted(batch):
-        digest.update(name.encode())
-        digest.update(batch[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    number = int.from_bytes(digest.digest(), "little")
-    seen = torch.tensor([number, -number], device=device)
-    all_reduce(seen, group, "start", "min")
-    if seen[0] != -seen[1]:
+    parts = ((name.encode(), batch[name].detach().cpu().contiguous()) for name in sorted(batch))
+    if not _same(chain.from_iterable((name, _bytes(tensor)) for name, tensor in parts), group, device):
         raise ConfigError(
             "Engine: the ranks of one replica were given different samples; its pipeline stages and tensor-parallel "
             'ranks, which share engine.mesh.coords["dp"], take the same batch'
         )
+
+
+def check_same_plan(layout: Layout, passes: object, group: Group, device: torch.device) -> None:
+    """Raise :class:`LayoutError` on all ranks of ``group`` unless all have the same layout, and make of it the same
+    ``passes``, which are in the text that it prints: ranks with different ones would wait for each other for ever."""
+    if not _same([f"{layout}\n{passes}".encode()], group, device):
+        raise LayoutError(
+            setting("layout", str(layout), "ranks were given different layouts or models, so their steps do not match",
+                    "start all of them with the same run file and the same --layout")
+        )  # fmt: skip
+
+
+def _same(data: Iterable[bytes], group: Group, device: torch.device) -> bool:
+    digest = blake2b(digest_size=7)
+    for part in data:
+        digest.update(part)
+    number = int.from_bytes(digest.digest(), "little")
+    seen = torch.tensor([number, -number], device=device)
+    all_reduce(seen, group, "start", "min")
+    return bool(seen[0] == -seen[1])
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -20,8 +22,10 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.backends import Backend
+from shoal.comm.backends.beside import Beside
 from shoal.comm.backends.gloo import GlooGroup
 from shoal.comm.backends.links import Links
+from shoal.comm.backends.meeting import FOLDER
 from shoal.comm.backends.nccl import NcclGroup
 from shoal.comm.backends.shared import SharedGroup
 from shoal.comm.ledger import Ledger
@@ -29,6 +33,7 @@ from shoal.comm.process import keep_freed_memory
 from shoal.errors import ConfigError, setting
 
 TIMEOUT_S = 600.0
+_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ class World:
         assert store is not None, "several ranks need a store to meet at"
         # A prefix of its own per start: ranks restarted on a kept store would read their dead peers' addresses.
         self._store = dist.PrefixStore(name, store)
+        self._store.set_timeout(self._timeout)
         if self.carrier == "nccl" and any_shared(_gpu(self.device), self._store, size):
             self.carrier = "gloo"
         elif self.carrier == "gloo" and share:
@@ -109,10 +115,13 @@ class World:
         if self.carrier == "nccl":
             self.default_group()
             self._backends[tuple(range(size)), ""] = NcclGroup(dist.group.WORLD, rank)
-        # A rank that left at once would cut off peers that are still connecting.
-        barrier = self.everyone.backend
-        assert barrier is not None
-        barrier.barrier().wait()
+        try:
+            everyone = self.everyone.backend
+            assert everyone is not None
+            everyone.barrier().wait()  # a rank that left at once would cut off peers that are still connecting
+        except BaseException:
+            self.close()
+            raise
 
     def _join(self) -> Links | None:
         """The links to the ranks of this machine, if there are others."""
@@ -164,14 +173,16 @@ class World:
         ``dist.new_group`` would need every rank of the world to make every group; where it lets members meet by
         themselves, it names a group by how many each has made before, and overlapping groups wait for ever.
         """
-        if self._links and self._links.join_all(ranks):
+        if self._links and self._links.reaches(ranks):
             return SharedGroup(self._links, ranks, channel)
         assert self._store is not None
         store = dist.PrefixStore(f"group/{channel}/" + "-".join(map(str, ranks)), self._store)
         place = ranks.index(self.rank)
         if self.carrier == "nccl":
             return NcclGroup.meet(store, place, len(ranks), self._timeout)
-        return GlooGroup(store, place, len(ranks), self._timeout)
+        group = GlooGroup(store, place, len(ranks), self._timeout)
+        # While a rank waits for one of another machine, those of its own must not wait for it.
+        return Beside(group, self._links.beside) if self._links else group
 
     def hear_first(self, said: str = "") -> str:
         """What the first rank says, ``said`` there; the others wait for it however long that takes. A collective would
@@ -183,18 +194,31 @@ class World:
         if self.rank == 0:
             self._store.set(key, said)
             return said
-        self._store.wait([key], timedelta(days=7))
-        return bytes(self._store.get(key)).decode()
+        wait = partial(self._store.wait, [key], timedelta(days=7))
+        self._links.beside(wait) if self._links else wait()
+        heard = bytes(self._store.get(key)).decode()
+        self._store.add(f"heard/{self._heard}", 1)
+        return heard
+
+    def _until_heard(self) -> None:
+        """The first rank may keep the store: the others have had what it said last before it goes."""
+        assert self._store is not None
+        deadline = time.monotonic() + _PATIENCE_S
+        while self._store.add(f"heard/{self._heard}", 0) < self.size - 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def close(self) -> None:
         """Destroy every group. A second call does nothing."""
         if self._store is not None:
+            if self.rank == 0 and self._heard:
+                self._until_heard()
             self._store = None
             for backend in self._backends.values():
                 backend.close()
             self._backends.clear()
             if self._links:
                 self._links.close()
+                self._links = None
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -266,10 +290,11 @@ def any_shared(mine: str, store: dist.Store, size: int) -> bool:
 
 
 def machine() -> str:
-    """A name that no other machine has, and no container with other memory."""
+    """A name that no other machine has, no container with other memory, and nobody else's process."""
+    parts = [socket.gethostname(), str(os.getuid())]
     with suppress(OSError):
-        return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
-    return socket.gethostname()
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(FOLDER.stat().st_dev)]
+    return "/".join(parts)
 
 
 def _gpu(device: torch.device) -> str:

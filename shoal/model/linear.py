@@ -24,6 +24,9 @@ class Sink(Protocol):
     def later(self, contribution: Callable[[], None]) -> bool:
         """Whether the gradient is to be made later, by calling ``contribution``, which is kept."""
 
+    def add(self, gradient: Tensor) -> None:
+        """Add ``gradient`` (given up)."""
+
     def add_arriving(self, arrive: Callable[[], Tensor]) -> None:
         """Add what ``arrive`` returns when it has come, for which there is time until the next one is under way."""
 
@@ -60,6 +63,15 @@ def later(weight: Tensor, contribution: Callable[[], None]) -> bool:
     """Whether the gradient of ``weight`` is to be made later, by calling ``contribution``, which its sink has kept."""
     sink: Sink | None = getattr(weight, "sink", None)
     return sink is not None and sink.later(contribution)
+
+
+def whole_gradient(weight: Tensor, gradient: Tensor) -> Tensor | None:
+    """``gradient``, as that of ``weight``; None where its sink has taken it."""
+    sink: Sink | None = getattr(weight, "sink", None)
+    if sink is None:
+        return gradient
+    sink.add(gradient)
+    return None
 
 
 def arriving_gradient(weight: Tensor, arrive: Callable[[], Tensor]) -> Tensor | None:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from shoal.comm.collectives import start_all_gather, start_reduce_scatter
 from shoal.comm.differentiable import Arriving, pad
 from shoal.comm.world import Group
-from shoal.model.linear import arriving_gradient, later
+from shoal.model.linear import arriving_gradient, later, whole_gradient
 from shoal.tensor.ports import PURPOSE, Even, Port, Ports, Shares
 
 
@@ -95,7 +95,8 @@ class _BlockLinear(Function):
         grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
         grad = coming_y.wait()
         leaving_x = _start_leave_x(grad, coming_weight.wait(), x, ports) if coming_weight else None
-        grad_weight = _weight_gradient(weight, coming_x, grad, ports) if coming_x else None
+        leaving_weight = _start_leave_weight(weight, coming_x, grad, ports) if coming_x else None
+        grad_weight = arriving_gradient(weight, leaving_weight.wait) if leaving_weight else None
         return leaving_x.wait().view(x.shape) if leaving_x else None, grad_weight, grad_bias, None
 
 
@@ -135,18 +136,21 @@ def _start_leave_x(grad: Tensor, ws: list[Tensor], x: Tensor, ports: Ports) -> A
     return ports.x.start_leave(term.view(*grad.shape[:-1], -1))
 
 
-def _weight_gradient(weight: Tensor, coming_x: Arriving[list[Tensor]], grad: Tensor, ports: Ports) -> Tensor | None:
+def _start_leave_weight(
+    weight: Tensor, coming_x: Arriving[list[Tensor]], grad: Tensor, ports: Ports
+) -> Arriving[Tensor]:
+    """Begin to make the gradient of W and to bring it to where W is."""
     rows, blocks = grad.flatten(0, -2).t(), _blocks(weight, ports)
     room = blocks.room(len(rows), grad)
     for slot, x in zip(blocks.slots(room), coming_x.wait(), strict=True):
         torch.mm(rows, x, out=slot)
-    return arriving_gradient(weight, blocks.start_sum(room).wait)
+    return blocks.start_sum(room)
 
 
 def _later(weight: Tensor, x: Tensor, grad: Tensor, ports: Ports, lengths: tuple[int, int]) -> None:
     """What came for the gradient of X is fetched again rather than kept."""
     coming_x, coming_y = _start_x(x, lengths[0], weight, ports), ports.y.start_enter(grad, lengths[1])
-    _weight_gradient(weight, coming_x, coming_y.wait(), ports)
+    whole_gradient(weight, _start_leave_weight(weight, coming_x, coming_y.wait(), ports).wait())
 
 
 def _add_up(xs: Sequence[Tensor], ws: Sequence[Tensor]) -> Tensor:

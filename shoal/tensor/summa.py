@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from shoal.comm.collectives import Pending, start_broadcast, start_reduce
 from shoal.comm.differentiable import Arriving
 from shoal.comm.world import Group
-from shoal.model.linear import arriving_gradient, later
+from shoal.model.linear import later, whole_gradient
 from shoal.tensor.ports import PURPOSE
 
 
@@ -93,7 +93,7 @@ class _Summa(Function):
             products.append(of_weight)
         grads = iter(_sums(products, widths))
         grad_x = next(grads).view(x.shape) if needs_x else None
-        grad_weight = arriving_gradient(ctx.weight, partial(next, grads)) if needs_weight else None
+        grad_weight = whole_gradient(ctx.weight, next(grads)) if needs_weight else None
         grad_bias = rows.sum(0) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None, None, None
 
@@ -109,7 +109,7 @@ class _Product:
 
 
 def _later(weight: Tensor, product: _Product, widths: Sequence[int]) -> None:
-    arriving_gradient(weight, partial(next, iter(_sums([product], widths))))
+    whole_gradient(weight, *_sums([product], widths))
 
 
 def _sums(products: Sequence[_Product], widths: Sequence[int]) -> list[Tensor]:

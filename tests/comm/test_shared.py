@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm import world as world_module
-from shoal.comm.backends import links as links_module
+from shoal.comm.backends import meeting as meeting_module
 from shoal.comm.backends.arena import ALIGNMENT, Arena
-from shoal.comm.backends.links import CHUNK, FOLDER, Links
+from shoal.comm.backends.links import CHUNK, Links
+from shoal.comm.backends.meeting import FOLDER
 from shoal.comm.backends.shared import SharedGroup
 from shoal.comm.collectives import all_reduce, barrier, start_all_gather, start_all_reduce
 from shoal.comm.point_to_point import start_receive, start_send
@@ -83,12 +88,20 @@ def test_where_the_system_has_no_more_to_give_the_arena_is_full(
 
 def little(world: World, meeting: str, task: str) -> list[float]:
     """``task`` over links whose arenas have room for four chunks."""
-    store = dist.FileStore(meeting, world.size)
-    links_module.LARGEST = links_module.SMALLEST
-    links = Links.join(world.rank, range(world.size), store, 20.0)
+    store, largest = dist.FileStore(meeting, world.size), meeting_module.LARGEST
+    meeting_module.LARGEST = meeting_module.SMALLEST
+    try:
+        links = Links.join(world.rank, range(world.size), store, 20.0)
+    finally:
+        meeting_module.LARGEST = largest
     assert links is not None
     found = TASKS[task](links)
     barrier(world.everyone)
+    left = [links._wanted, links._arrived, links._unsent, links._arena.occupied, *links._held.values()]
+    # What has been read lately its owner is told with the next message.
+    assert not any(left[:3])
+    assert not any(left[4:])
+    assert len(left[3]) <= 4 * world.size  # type: ignore[arg-type]
     links.close()
     return found
 
@@ -136,13 +149,92 @@ def nobody_asks_yet(links: Links) -> list[float]:
     return [one[-1].item() for one in found]
 
 
-TASKS = {"everything": everything_at_once, "unasked": nobody_asks_yet}
+def full_again(links: Links) -> list[float]:
+    """The first rank's arena is full twice over before the last, which waits for a message behind a sum, joins that."""
+    group = SharedGroup(links, links.ranks, "")
+    total, message = torch.ones(12 * CHUNK // 4 + 5), torch.ones(4)
+    if group.rank == group.size - 1:
+        group.receive(message, 0, 0).wait()
+    work = group.all_reduce(total, "sum")
+    if group.rank == 0:
+        group.send(message, group.size - 1, 0).wait()
+    work.wait()
+    return [total[0].item(), total[-1].item()]
 
 
-def test_arenas_that_are_full_stop_nobody(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(little, str(tmp_path / "a"), "everything", timeout_s=30)
-    assert found == [[6, 10, 14, 1], [6, 10, 14, 1], [6, 10, 14, 3], [6, 10, 14, 3]]
-    assert pool.run(little, str(tmp_path / "b"), "unasked", timeout_s=30)[1] == [0, 1, 2, 3, 4, 5]
+def round_a_table(links: Links) -> list[float]:
+    """Each rank has a large sum with either neighbour, begun with the next one's."""
+    me, size = links.rank, len(links.ranks)
+    pairs = [sorted((me, (me + step) % size)) for step in (1, -1)]
+    sums = [torch.full((12 * CHUNK // 4,), float(me)) for _ in pairs]
+    works = [SharedGroup(links, pair, "").all_reduce(one, "sum") for pair, one in zip(pairs, sums, strict=True)]
+    for work in works:
+        work.wait()
+    return [one[-1].item() for one in sums]
+
+
+TASKS = {
+    "everything": everything_at_once,
+    "unasked": nobody_asks_yet,
+    "full again": full_again,
+    "round a table": round_a_table,
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("everything", [[6, 10, 14, 1], [6, 10, 14, 1], [6, 10, 14, 3], [6, 10, 14, 3]]),
+        ("unasked", [[], [0, 1, 2, 3, 4, 5], [], []]),
+        ("full again", [[4, 4]] * 4),
+        ("round a table", [[1, 3], [3, 1], [5, 3], [3, 5]]),
+    ],
+)
+def test_arenas_that_are_full_stop_nobody(pool: Pool, tmp_path: Path, task: str, expected: list[list[float]]) -> None:
+    assert pool.run(little, str(tmp_path / "store"), task, timeout_s=30) == expected
+
+
+# ---- pipes
+
+
+def many_words(world: World) -> list[float]:
+    """What has been waited for arrives, even if its sender then does something else for long, or ends."""
+    count, size = 300, 250
+    if world.rank == 0:
+        for number in range(count):
+            start_send(torch.full((size,), float(number)), world.everyone, 1, 0).wait()
+        return [float(count)]
+    time.sleep(0.5)
+    found = []
+    for _ in range(count):
+        got = torch.zeros(size)
+        start_receive(got, world.everyone, 0, 0, "x").wait()
+        found.append(got[-1].item())
+    return [float(found == list(range(count)))]
+
+
+def test_more_words_than_a_pipe_holds_all_arrive(pool: Pool) -> None:
+    assert pool.run(many_words, ranks=2, timeout_s=30) == [[300], [1]]
+
+
+def sizes(world: World, sent: list[int], asked: list[int]) -> str:
+    try:
+        if world.rank == 0:
+            for size in sent:
+                start_send(torch.ones(size), world.everyone, 1, 0).wait()
+            barrier(world.everyone)
+        else:
+            for size in asked:
+                start_receive(torch.zeros(size), world.everyone, 0, 0, "x").wait()
+    except RuntimeError as error:
+        return str(error)
+    return "agree"
+
+
+@pytest.mark.parametrize(("sent", "asked"), [([2, 1], [3]), ([2, 4], [3, 3]), ([3], [2]), ([600_000], [300_000])])
+def test_a_message_of_another_size_is_an_error_that_names_both(pool: Pool, sent: list[int], asked: list[int]) -> None:
+    said = pool.run(sizes, sent, asked, ranks=2, timeout_s=5)[1]
+    assert said == f"rank 0 sends {4 * sent[0]} bytes where {4 * asked[0]} are expected"
 
 
 # ---- what cannot be
@@ -161,6 +253,58 @@ def test_a_rank_that_is_killed_is_named_at_once_and_leaves_nothing_behind() -> N
             pool.run(leave_one, timeout_s=60)
         assert time.monotonic() - start < 20
         assert {name for name in set(os.listdir(FOLDER)) - before if name.startswith("shoal-")} == set()
+
+
+def leave_behind(world: World) -> None:
+    """A process of its own keeps nothing open that would hide the death of the one it was forked from."""
+    if world.rank == 1:
+        if not os.fork():
+            time.sleep(15)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    all_reduce(torch.ones(3), world.everyone, "gradients")
+
+
+def test_a_child_process_does_not_hide_that_its_parent_was_killed() -> None:
+    with Pool(2) as pool:
+        start = time.monotonic()
+        with pytest.raises(RankFailed, match=r"connection to rank 1 was closed by peer|rank 1 was killed"):
+            pool.run(leave_behind, ranks=2, timeout_s=60)
+        assert time.monotonic() - start < 10
+
+
+def test_what_was_left_by_a_process_that_never_met_the_others_is_removed(pool: Pool) -> None:
+    stale = Path(tempfile.mkdtemp(prefix="shoal-", dir=FOLDER))
+    (stale / "arena").write_bytes(b"")
+    locked = Path(tempfile.mkdtemp(prefix="shoal-", dir=FOLDER))
+    with (locked / "arena").open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        pool.run(outlive, ranks=1)
+        assert pool.run(resized, ranks=2) == [0, 0]
+        assert (stale.exists(), locked.exists()) == (False, True)
+    shutil.rmtree(locked)
+
+
+def last_word_late(world: World) -> str:
+    """Of three ranks the second tells the last of its share of a sum when the first has it already, and has ended."""
+    links: Any = world._links
+    if world.rank == 1:
+        write = links._write
+
+        def slowly(rank: int, message: bytes = b"", posted: Any = None) -> None:
+            if rank == 2 and posted is not None and len(message) > 5000:
+                time.sleep(0.3)
+            write(rank, message, posted)
+
+        links._write = slowly
+    ones = torch.ones(30_000)
+    all_reduce(ones, world.everyone, "gradients")
+    return f"{ones[-1].item():g}"
+
+
+def test_who_has_given_all_may_end(pool: Pool) -> None:
+    for _ in range(3):
+        assert pool.run(last_word_late, ranks=3, timeout_s=20) == ["3"] * 3
 
 
 def outlive(world: World) -> list[str]:
@@ -224,7 +368,32 @@ def of_two_machines(world: World, meeting: str) -> list[str]:
 
 def test_between_machines_there_is_gloo_and_inside_memory(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(of_two_machines, str(tmp_path / "store"))
-    assert found == [["GlooGroup 6", f"SharedGroup {pair:g}"] for pair in (1, 1, 5, 5)]
+    assert found == [["Beside 6", f"SharedGroup {pair:g}"] for pair in (1, 1, 5, 5)]
+
+
+def in_a_cycle(world: World, meeting: str) -> float:
+    """Two machines of three ranks. 0 waits for 3, which waits for its machine's sum, to which 4 has to give its share,
+    which waits for 1, which waits for its machine's sum, to which 0 has to give its share."""
+    real, world_module.machine = world_module.machine, lambda: f"machine {world.rank // 3}"
+    try:
+        with World(world.rank, world.size, dist.FileStore(meeting, world.size), timeout_s=20) as inner:
+            here = inner.group((0, 1, 2) if world.rank < 3 else (3, 4, 5), "dp")
+            across = inner.group((world.rank % 3, world.rank % 3 + 3), "pp")
+            total, message = torch.ones(30_000), torch.ones(4)
+            pending = start_all_reduce(total, here, "gradients")
+            if world.rank in (0, 4):
+                start_receive(message, across, 1 - across.index, 0, "x").wait()
+            pending.wait()
+            if world.rank in (3, 1):
+                start_send(message, across, 1 - across.index, 0).wait()
+            barrier(inner.everyone)
+            return total[-1].item()
+    finally:
+        world_module.machine = real
+
+
+def test_who_waits_for_another_machine_keeps_nobody_of_its_own_waiting(eight: Pool, tmp_path: Path) -> None:
+    assert eight.run(in_a_cycle, str(tmp_path / "store"), ranks=6) == [3] * 6
 
 
 # ---- sums
@@ -233,7 +402,7 @@ def test_between_machines_there_is_gloo_and_inside_memory(pool: Pool, tmp_path: 
 def in_order(world: World, dtype: torch.dtype) -> bool:
     """Whether all ranks have the very same sum of numbers whose order matters, of a few and of many elements."""
     same = []
-    for size in (50, 300_000):
+    for size in (50, 300_000, 4 * 3 * CHUNK // 4 + 5):
         mine = torch.randn(size, generator=torch.Generator().manual_seed(world.rank)).to(dtype)
         start_all_reduce(mine, world.everyone, "x").wait()
         all_of_them = torch.empty(world.size * size, dtype=dtype)

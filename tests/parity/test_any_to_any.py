@@ -93,7 +93,7 @@ def check(pool: Pool, one: str, other: str, unbroken: tuple[bool, list[float]], 
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(LAYOUTS[1], LAYOUTS[3]), (LAYOUTS[6], LAYOUTS[4])],
+    [(LAYOUTS[6], LAYOUTS[4])],
 )
 def test_training_goes_on_under_another_layout(
     one: str, other: str, unbroken: tuple[bool, list[float]], eight: Pool, tmp_path: Path

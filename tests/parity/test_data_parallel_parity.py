@@ -23,10 +23,20 @@ def read(run: str, recipe: str, *more: str) -> Config:
     return load(RUNS / f"{run}.toml", (*RECIPES[recipe], *more))
 
 
+@pytest.mark.parametrize(("recipe", "layout"), [("tied", "dp=3"), ("sgd", "dp=4,mb=2")])
+def test_replicas_agree_with_one_process(recipe: str, layout: str, pool: Pool) -> None:
+    agree("tiny6", recipe, layout, pool)
+
+
+@pytest.mark.parity
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("run", ["tiny", "tiny6"])
 def test_layouts_agree_with_one_process(run: str, recipe: str, layout: str, pool: Pool) -> None:
+    agree(run, recipe, layout, pool)
+
+
+def agree(run: str, recipe: str, layout: str, pool: Pool) -> None:
     report = verify(read(run, recipe), Layout.parse(f"{layout},dtype=float64"), pool)
     assert report.agree, report.faults
     assert max(report.max_rel.values()) < 1e-9

@@ -174,9 +174,9 @@ class Kept:
     def later(self, contribution: Callable[[], None]) -> bool:
         return False
 
-    def add_arriving(self, arrive: Callable[[], Tensor]) -> None:
+    def add(self, gradient: Tensor) -> None:
         assert self.gradient is None
-        self.gradient = arrive()
+        self.gradient = gradient
 
 
 def of_any_numbers(world: World, case: Case) -> tuple[dict[str, Array | None], list[float], list[float]]:

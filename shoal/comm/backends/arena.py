@@ -25,7 +25,7 @@ class Arena:
 
     def __init__(self, descriptor: int, size: int, at_once: int) -> None:
         """Raises ``OSError`` where the system does not have even the bytes that are needed ``at_once``."""
-        self._descriptor, self._limit, self._given = descriptor, size, 0
+        self.descriptor, self._limit, self._given = descriptor, size, 0
         os.ftruncate(descriptor, size)
         os.posix_fallocate(descriptor, 0, at_once)
         self._given = at_once
@@ -66,9 +66,14 @@ class Arena:
             length, after = length + before, after - 1
         self._free.insert(after, (start, length))
 
-    def close(self) -> None:
+    @property
+    def occupied(self) -> list[int]:
+        """The places of what has yet to be read."""
+        return [*self._readers]
+
+    def forget(self) -> None:
         """Nothing more is put here. What others have mapped, they keep."""
-        os.close(self._descriptor)
+        self.bytes = self.bytes[:0].copy()
 
     def _back(self, stop: int) -> bool:
         """Whether there is memory up to ``stop``."""
@@ -78,7 +83,7 @@ class Arena:
             return False
         for wanted in (min(max(stop, self._given + _STEP), self._limit), stop):
             with suppress(OSError):
-                os.posix_fallocate(self._descriptor, self._given, wanted - self._given)
+                os.posix_fallocate(self.descriptor, self._given, wanted - self._given)
                 self._given = wanted
                 return True
         return False

@@ -40,9 +40,9 @@ class GlooGroup:
         return started(self.group.allreduce([tensor], all_reduce_options(reduction)))
 
     def all_gather(self, parts: Sequence[Tensor]) -> Work:
+        parts = [part.view(torch.uint8) for part in parts]  # gloo moves numbers of a few dtypes
         if self.size <= FEW:
-            # As bytes: gloo broadcasts numbers of a few dtypes.
-            return _All([self.broadcast(part.view(torch.uint8), source) for source, part in enumerate(parts)])
+            return _All([self.broadcast(part, source) for source, part in enumerate(parts)])
         return started(self.group._allgather_base(whole(parts), parts[self.rank]))
 
     def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor]) -> Work:
@@ -78,6 +78,11 @@ class GlooGroup:
         self.group.shutdown()
 
 
+def exact(tensor: Tensor) -> torch.dtype:
+    """What three or more terms are added up in: sums in half precision are rounded once."""
+    return torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
+
+
 def _staged(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
@@ -106,9 +111,13 @@ class _Terms:
             self._work.wait()
             self._work = None
             first, second, *rest = self._terms
-            torch.add(first, second, out=self._out)
+            if not rest:
+                torch.add(first, second, out=self._out)
+                return
+            total = first.to(exact(first)) + second
             for term in rest:
-                self._out.add_(term)
+                total += term
+            self._out.copy_(total)
 
 
 class _Sum:
@@ -117,6 +126,7 @@ class _Sum:
 
     def __init__(self, group: GlooGroup, tensor: Tensor) -> None:
         self._group, self._tensor = group, tensor
+        self._total = tensor.to(exact(tensor)) if group.size > 2 else tensor
         self._sources = iter([(group.rank - i) % group.size for i in range(1, group.size)])
         self._coming: deque[tuple[Tensor, Work]] = deque()
         for source in islice(self._sources, _LANDINGS):
@@ -131,9 +141,11 @@ class _Sum:
         while self._coming:
             term, work = self._coming.popleft()
             work.wait()
-            self._tensor.add_(term)
+            self._total.add_(term)
             for source in islice(self._sources, 1):
                 self._receive(term, source)
+        if self._total is not self._tensor:
+            self._tensor.copy_(self._total)
 
 
 class _Landing:

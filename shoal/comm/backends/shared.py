@@ -80,6 +80,7 @@ class SharedGroup:
         return _Copy(self.links, address, {}, [self._post([self._ranks[root]], address, flat)])
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:
+        self.links.look()
         address = self._key, -1 - tag
         return _Copy(self.links, address, {}, [self._post([self._ranks[to]], address, tensor)])
 
@@ -109,6 +110,8 @@ class SharedGroup:
         return _Copy(self.links, address, into, posted)
 
     def _next(self) -> Address:
+        """The next collective's. What has arrived meanwhile is taken in before it starts."""
+        self.links.look()
         self._number += 1
         return self._key, self._number
 
@@ -122,18 +125,20 @@ class _Copy:
     def __init__(self, links: Links, address: Address, into: Mapping[int, Tensor], posted: Sequence[Posted]) -> None:
         self._links, self._posted = links, posted
         self._into = {rank: _bytes(tensor) for rank, tensor in into.items()}
-        for rank in [*self._into]:
+        self._at = dict.fromkeys(into, 0)
+        for rank in into:
             links.expect(rank, address, self)
 
     def take(self, parcel: Parcel) -> bool:
-        into, length = self._into[parcel.source], len(parcel.data)
-        assert length <= len(into), f"rank {parcel.source} sends more than {len(into)} bytes"
-        into[:length] = parcel.data
+        source = parcel.source
+        into, start = self._into[source], self._at[source]
+        _check(parcel, len(into))
+        stop = self._at[source] = start + len(parcel.data)
+        into[start:stop] = parcel.data
         parcel.release()
-        if length < len(into):
-            self._into[parcel.source] = into[length:]
+        if stop < len(into):
             return False
-        del self._into[parcel.source]
+        del self._into[source]
         return True
 
     def done(self) -> bool:
@@ -149,8 +154,8 @@ class _Copy:
 class _Sum:
     """Ends when the terms of all ``sources``, and this rank's ``own``, have been joined in ``out``, which may be that.
 
-    The terms are joined in the order of ranks where each rank ``waits`` with its own until it has left, as all make the
-    same sum; else this rank's comes first. In half precision three or more are added up in float32.
+    Terms are joined in the order of ranks; in half precision three or more are added up in float32, and rounded once.
+    Where ``out`` is posted, each chunk waits until it has been copied.
     """
 
     def __init__(
@@ -171,23 +176,25 @@ class _Sum:
         self._exact = torch.promote_types(out.dtype, torch.float32) if out.is_floating_point() else out.dtype
         self._at, self._ended = 0, False
         self._left = dict.fromkeys(sources, out.nbytes)
+        """By rank that has not sent all: the bytes to come."""
         self._held: dict[int, deque[Parcel]] = {rank: deque() for rank in sources}
         for rank in sources:
             links.expect(rank, address, self)
 
     def take(self, parcel: Parcel) -> bool:
-        self._held[parcel.source].append(parcel)
-        self._left[parcel.source] -= len(parcel.data)
-        assert self._left[parcel.source] >= 0, f"rank {parcel.source} sends more than {self._out.nbytes} bytes"
-        last = not self._left[parcel.source]
+        source = parcel.source
+        _check(parcel, self._out.nbytes)
+        self._held[source].append(parcel)
+        self._left[source] -= len(parcel.data)
+        if last := not self._left[source]:
+            del self._left[source]
         self._advance()
         return last
 
     def _advance(self) -> None:
         """Join the chunks that are there from everyone."""
-        while all(self._held.values()):
-            length = len(next(iter(self._held.values()))[0].data)
-            stop = self._at + length
+        while not self._ended and all(self._held.values()):
+            stop = self._at + len(next(iter(self._held.values()))[0].data)
             if self._waits and any(posted.at < stop for posted in self._posted):
                 return
             parcels = {rank: held.popleft() for rank, held in self._held.items()}
@@ -197,32 +204,28 @@ class _Sum:
                 parcel.release()
             self._at = stop
             if self._at == self._out.nbytes:
-                self._held.clear()
                 self._ended = True
                 self._then()
-                return
 
     def _add_up(self, parcels: Mapping[int, Parcel], first: int, last: int) -> None:
-        terms = {rank: torch.from_numpy(parcel.data).view(self._out.dtype) for rank, parcel in parcels.items()}
         own, out = self._own[first:last], self._out[first:last]
-        me = self._links.rank if self._waits else -1
-        ordered = [term for _, term in sorted({**terms, me: own}.items(), key=itemgetter(0))]
-        first_term, second, *rest = ordered
-        in_place = not rest or (first_term is own and self._exact == out.dtype)
+        terms = {rank: torch.from_numpy(parcel.data).view(out.dtype) for rank, parcel in parcels.items()}
+        one, other, *rest = (term for _, term in sorted({**terms, self._links.rank: own}.items(), key=itemgetter(0)))
+        # `out` may be this rank's own term, and is not to be written to before that has been added.
+        in_place = not rest or (self._exact == out.dtype and (one is own or other is own))
         total = out if in_place else torch.empty_like(out, dtype=self._exact)
-        self._join(first_term if in_place else first_term.to(self._exact), second, out=total)
+        self._join(one if in_place else one.to(self._exact), other, out=total)
         for term in rest:
             self._join(total, term, out=total)
         if not in_place:
             out.copy_(total)
 
     def done(self) -> bool:
-        if not self._ended:
-            self._advance()
+        self._advance()
         return self._ended and all(one.left for one in self._posted)
 
     def missing(self) -> Collection[int]:
-        return [rank for rank, left in self._left.items() if left] or _readers(self._posted) or [*self._left]
+        return self._left or _readers(self._posted)
 
     def wait(self) -> None:
         self._links.until(self.done, self.missing)
@@ -247,10 +250,18 @@ class _Halves:
         return self._scatter.done() and self._gather.done() and self._shared is not None and self._shared.left
 
     def _missing(self) -> Collection[int]:
-        return [*self._scatter.missing(), *self._gather.missing()]
+        if not self._scatter.done():
+            return self._scatter.missing()
+        assert self._shared is not None
+        return self._gather.missing() or _readers([self._shared])
 
     def wait(self) -> None:
         self._links.until(self._done, self._missing)
+
+
+def _check(parcel: Parcel, expected: int) -> None:
+    if parcel.total != expected:
+        raise RuntimeError(f"rank {parcel.source} sends {parcel.total} bytes where {expected} are expected")
 
 
 class _Memory:
