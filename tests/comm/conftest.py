@@ -21,7 +21,7 @@ class Carried:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "pool" in metafunc.fixturenames and not metafunc.module.__name__.endswith("test_shared"):
+    if "pool" in metafunc.fixturenames and not metafunc.module.__name__.startswith("test_shared"):
         metafunc.parametrize("pool", ["shared", "gloo"], indirect=True)
 
 
