@@ -97,7 +97,8 @@ def check_optimizers(layout: Layout, names: Collection[str]) -> None:
     """Refuse Muon where stages update at times of their own: its ranks divide the work on matrices between them."""
     if kinds.SCHEDULES[layout.schedule].per_micro_batch and "muon" in names:
         problem = f"Muon's ranks work together, and under {layout.schedule} they update at times of their own"
-        raise LayoutError(setting("layout.pp", layout.pp, problem, f"use pp={layout.pp}:2bw, or another optimizer"))
+        other = "2bw" if kinds.SCHEDULES["2bw"].admits(layout.pp, layout.mb) else "1f1b"
+        raise LayoutError(setting("layout.pp", layout.pp, problem, f"use pp={layout.pp}:{other}, or another optimizer"))
 
 
 def held_units(stages: Sequence[range], homes: Sequence[int]) -> list[list[int]]:

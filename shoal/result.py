@@ -12,8 +12,8 @@ class StepResult:
     ``loss`` is the mean over the ``weight`` positions (or samples) of the whole step, all ranks together;
     ``grad_norm`` that of all gradients before clipping; ``lr`` the rate that was applied: 0 where the step was
     ``skipped``, because a gradient was not finite. Under PipeDream, where each micro-batch is an update of each stage,
-    the norm is the root mean square over them, and ``skipped`` says that one of a stage's was: of those of
-    ``micro_batches``, counted from 0 in the step.
+    the norm is the root mean square over them, ``skipped`` says that a stage has skipped one, alone: of those of
+    ``micro_batches``, counted from 0 in the step; and ``lr`` is 0 only where this rank's stage has skipped all of them.
     """
 
     step: int

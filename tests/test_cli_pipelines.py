@@ -64,6 +64,8 @@ def test_it_is_drawn_where_it_is_told(shoal: Shoal, tmp_path: Path, name: str) -
         (["interleaved", "-p", 4, "-m", 6], ("-m = 6", "multiples of 4", "use -m 4 or -m 8")),
         (["zb-v", "-p", 4, "-m", 8, "-v", 3], ("-v = 3", "exactly 2 stages")),
         (["1f1b", "-p", 4, "-m", 8, "--times", "1,2"], ("--times = 1,2", "four numbers")),
+        (["1f1b", "-p", 4, "-m", 8, "--times", "1e13,1,1,1"], ("--times = 1e13,1,1,1", "from 0 to below 1e12")),
+        (["list", "-p", 4, "-m", 8, "--memory", "inf"], ("--memory = inf", "fewer than 1e12", "use --memory 1")),
         (["1f1b", "-p", 4, "-m", 8, "--picture", "a.png"], ("--picture = a.png", "use a.svg")),
     ],
 )

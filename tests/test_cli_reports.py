@@ -11,8 +11,11 @@ import pytest
 from traces import made_up
 from whole_runs import Shoal, refused
 
+from shoal.config import load, toml
 from shoal.pipeline.program import Op
 from shoal.pipeline.trace_file import to_chrome
+
+TINY = Path(__file__).parents[1] / "runs" / "tiny.toml"
 
 
 @pytest.fixture
@@ -27,7 +30,7 @@ def run(tmp_path: Path) -> Path:
     folder.mkdir()
     trace = made_up("pp=2:zb-v,mb=4", 0.001, lambda step, act: 1e-3 * step * (act.op is Op.FORWARD))
     (folder / "trace.json").write_text(json.dumps(to_chrome(trace, ["rank 0", "rank 1"])), encoding="utf-8")
-    (folder / "run.toml").write_text("", encoding="utf-8")
+    (folder / "run.toml").write_text(toml(load(TINY)), encoding="utf-8")
     return folder
 
 
@@ -62,11 +65,18 @@ def test_it_is_drawn_where_it_is_told(shoal: Shoal, run: Path, tmp_path: Path, n
 
 def test_where_there_is_no_trace_the_command_that_writes_one_is_named(shoal: Shoal, run: Path, tmp_path: Path) -> None:
     (run / "trace.json").unlink()
-    command = f"shoal train {run}/run.toml --set run.name=run-traced --set run.stop=6 --trace writes one"
+    command = f"shoal train {run}/run.toml --set run.name=run-traced --set run.stop=5 --trace writes one"
     refused(shoal("report", run), f"RUN = {run}: has no trace.json; {command}")
     refused(
         shoal("report", tmp_path / "none"), "is neither the folder of a run nor a trace; shoal train RUN.toml --trace"
     )
+
+
+def test_that_command_makes_a_trace_that_is_long_enough_for_its_layout(shoal: Shoal, run: Path) -> None:
+    (run / "trace.json").unlink()
+    deep = load(TINY, ["layout.pp=8:pipedream", "layout.mb=2", "checkpoint.every=3"])
+    (run / "run.toml").write_text(toml(deep), encoding="utf-8")
+    refused(shoal("report", run), "--set run.stop=11 --set checkpoint.every=0 --trace writes one")
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ from shoal.pipeline.schedules import SCHEDULES
 from shoal.pipeline.simulate import Costs, simulate
 from shoal.pipeline.stream import STREAMS
 from shoal.pipeline.trace import Event
-from shoal.pipeline.trace_file import Trace
+from shoal.pipeline.trace_file import Trace, steps_traced
 
 EPOCH = 1000.0
-STEPS = 3
+SETTLED = 6
+"""Steps in which a stream comes to repeat itself, after those in which it fills."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def ran(programs: Sequence[Program], taking: Costs, begin: float) -> list[list[E
     """By rank: each action waits from where the one before it has ended."""
     return [
         [
-            Event(act, begin + before, begin + start, begin + stop)
+            Event(act, begin + before, begin + before, begin + start, begin + stop)
             for before, (act, start, stop) in zip([0.0, *(span.stop for span in spans)], spans, strict=False)
         ]
         for spans in simulate(programs, taking).spans
@@ -49,19 +50,21 @@ def ran(programs: Sequence[Program], taking: Costs, begin: float) -> list[list[E
 
 
 def made_up(line: str, transfer: float = 0.0, more: Callable[[int, Act], float] = lambda _, act: 0.0) -> Trace:
-    """Steps 3 to 5 under a layout of one pipeline. ``more(step, act)`` is what an action takes beyond what it takes in
-    every step; in a stream steps are not told apart: it gets −1."""
+    """The steps that are traced, from number 3 on, under a layout of one pipeline. ``more(step, act)`` is what an
+    action takes beyond what it takes in every step; in a stream steps are not told apart: it gets −1."""
     layout = Layout.parse(line)
     name, p, m = layout.schedule, layout.pp, layout.mb
     runs: list[list[list[Event]]] = [[] for _ in range(p)]
+    steps = len(steps_traced(layout))
     if name in STREAMS:
         taking = costs(layout, lambda act: more(-1, act), transfer)
-        for rank, events in enumerate(ran(lower(STREAMS[name](p, m, 12)), taking, EPOCH)):
+        first = SETTLED + -(-2 * p // m)
+        for rank, events in enumerate(ran(lower(STREAMS[name](p, m, first + steps + 1)), taking, EPOCH)):
             starts = [at for at, event in enumerate(events) if event.act.op in STARTS]
-            runs[rank] = [events[start:stop] for start, stop in pairwise(starts[8:12])]
+            runs[rank] = [events[start:stop] for start, stop in pairwise(starts[first : first + steps + 1])]
     else:
         programs = lower(SCHEDULES[name](p, m, layout.chunks))
-        for step in range(STEPS):
+        for step in range(steps):
             taking = costs(layout, lambda act, step=step: more(3 + step, act), transfer)  # type: ignore[misc]
             for rank, events in enumerate(ran(programs, taking, EPOCH + step)):
                 runs[rank].append(events)

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from shoal.cli.common import JsonOption, LayoutOption, SetOption, console, nothing
-from shoal.cli.measuring import measured_schedule, show_measured
+from shoal.cli.measuring import Shape, measured_schedule, show_measured
 from shoal.errors import ConfigError, setting
 
 
@@ -65,11 +65,11 @@ def show_schedule(
     if run is not None:
         if times is not None:
             raise ConfigError(setting("--times", times, "with --run times are measured", "leave out one of them"))
-        found = measured_schedule(
-            name, ranks, micro_batches, chunks, memory, run, layout, set_,
-            balance=balance or "time", transfer_ms=transfer or 0.0, json=json,
-        )  # fmt: skip
-        show_measured(found, run, picture, json)
+        from shoal.report.measured import Asked
+
+        asked = Asked(layout, set_ or (), balance, transfer)
+        found, line = measured_schedule(name, Shape(ranks, micro_batches, chunks, memory), run, asked, json=json)
+        show_measured(found, line, run, asked, picture, json=json)
         return
     of_a_run = {"--layout": layout, "--set": set_, "--balance": balance, "--transfer": transfer}
     for option, given in of_a_run.items():

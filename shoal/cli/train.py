@@ -40,7 +40,7 @@ def train(
     trace: Annotated[
         bool,
         typer.Option(
-            "--trace", help="write what three steps did to trace.json of the run, for shoal report and ui.perfetto.dev"
+            "--trace", help="write what a few steps did to trace.json of the run, for shoal report and ui.perfetto.dev"
         ),
     ] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="print every setting and stop")] = False,

@@ -18,6 +18,10 @@ from shoal.layout.text import context_text, pipeline_text, tensor_text, value_te
 if TYPE_CHECKING:
     from shoal.layout.layout import Layout, ModelShape
 
+_ALIKE: Times = (1, 1, 1, 0)
+_MOST = 1e12
+"""What times and memory of a list order are below."""
+
 
 def refusal(layout: Layout, key: str, problem: str, legal: str) -> LayoutError:
     """The error that names ``layout.KEY``, its value as written, what is wrong and what would be right."""
@@ -99,6 +103,8 @@ def check_shapes(layout: Layout) -> None:
 def _check_measures(layout: Layout) -> None:
     """Times and memory where an order is made for them, and such as one can be made for."""
     times, memory = layout.list_times, layout.list_memory
+    timely = times is None or (len(times) == 4 and all(0 <= time < _MOST for time in times) and sum(times[:3]) > 0)
+    roomy = memory is None or 1 <= memory < _MOST
 
     def legal(schedule: str, times: Times | None, memory: float | None) -> str:
         chunks = layout.chunks or SCHEDULES[layout.schedule].chunks
@@ -107,14 +113,15 @@ def _check_measures(layout: Layout) -> None:
     if not SCHEDULES[layout.schedule].made_to_measure:
         given = " and ".join(name for name, one in (("times", times), ("memory", memory)) if one is not None)
         if given:
-            those = [legal(layout.schedule, None, None), legal("list", times, memory)]
+            listed = legal("list", times if timely else _ALIKE, memory if roomy else 1)
+            those = [legal(layout.schedule, None, None), listed]
             raise refusal(layout, "pp", f"only list is made for {given}", _use("pp", those))
         return
-    if times is not None and not (len(times) == 4 and all(0 <= time < 1e12 for time in times) and sum(times[:3]) > 0):
-        problem = "times needs four numbers F/I/W/C from 0, not all of the first three 0"
-        raise refusal(layout, "pp", problem, _use("pp", [legal(layout.schedule, (1, 1, 1, 0), memory)]))
-    if memory is not None and not 1 <= memory < 1e12:
-        problem = "memory starts at 1, what a rank holds of one micro-batch"
+    if not timely:
+        problem = "times needs four numbers F/I/W/C from 0 to below 1e12, not all of the first three 0"
+        raise refusal(layout, "pp", problem, _use("pp", [legal(layout.schedule, _ALIKE, memory if roomy else 1)]))
+    if not roomy:
+        problem = "memory starts at 1, what a rank holds of one micro-batch, and is below 1e12"
         raise refusal(layout, "pp", problem, _use("pp", [legal(layout.schedule, times, 1)]))
 
 

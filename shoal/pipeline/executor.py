@@ -246,6 +246,7 @@ class Running:
                 )
             handlers.enter_unit(unit, False)
             if arrives:
+                self.recorder.waits()
                 self.mail.await_activation(act)
                 self.recorder.arrived()
                 arrives = False
@@ -331,6 +332,7 @@ class Running:
             assert self.scale is not None
             return self.scale(act.micro_batch).to(self.ends[act.micro_batch].dtype)
         place = act.stage, act.micro_batch
+        self.recorder.waits()
         gradient = self.gradients.pop(place) if place in self.gradients else self.mail.take_gradient(act)
         self.recorder.arrived()
         return gradient

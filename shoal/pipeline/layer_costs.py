@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from shoal.pipeline.simulate import Costs
@@ -61,7 +62,8 @@ class LayerCosts:
 def by_stage(costs: LayerCosts, stages: Sequence[range], transfer: float = 0.0) -> Costs:
     """What the passes of a micro-batch cost in each of the ``stages``, in seconds and bytes; ``transfer`` is how many
     seconds a tensor takes from one to the next."""
-    each = [_Stage(costs, layers) for layers in stages]
+    found = {layers: _Stage(costs, layers) for layers in set(stages)}
+    each = [found[layers] for layers in stages]
     known = bool(costs.forward_peak)
     return Costs(
         forward=_sums(costs.forward, stages),
@@ -72,14 +74,14 @@ def by_stage(costs: LayerCosts, stages: Sequence[range], transfer: float = 0.0) 
         transfer=transfer,
         boundary=tuple(costs.output[layers[-1]] for layers in stages),
         shared=tuple(costs.of("own_output", layers[-1]) for layers in stages),
-        forward_peak=tuple(one.forward_peak() for one in each) if known else (),
-        backward_peak=tuple(one.backward_peak() for one in each) if known else (),
-        input_gradient_peak=tuple(one.input_gradient_peak() for one in each) if known else (),
+        forward_peak=tuple(one.forward_peak for one in each) if known else (),
+        backward_peak=tuple(one.backward_peak for one in each) if known else (),
+        input_gradient_peak=tuple(one.input_gradient_peak for one in each) if known else (),
     )
 
 
 def _sums(amounts: Sequence[float], stages: Sequence[range]) -> tuple[float, ...]:
-    return tuple(sum(amounts[layer] for layer in layers) for layers in stages)
+    return tuple(sum(amounts[layers.start : layers.stop]) for layers in stages)
 
 
 class _Stage:
@@ -94,6 +96,7 @@ class _Stage:
         self.held = [own + shared for own, shared in zip(self._own, context, strict=True)]
         """Once a forward pass has gone through so many of the layers."""
 
+    @cached_property
     def forward_peak(self) -> int:
         """A layer begins with what those before hold; its input may be part of that."""
         of, layers = self._costs.of, self._layers
@@ -104,9 +107,11 @@ class _Stage:
         ]
         return max(peaks) + max(of("context", layer) for layer in layers)
 
+    @cached_property
     def backward_peak(self) -> int:
         return self._peak("backward_peak", [0] * len(self._layers))
 
+    @cached_property
     def input_gradient_peak(self) -> int:
         of, layers = self._costs.of, self._layers
         kept = [self._costs.kept[layer] for layer in layers]

@@ -12,19 +12,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from shoal.pipeline.program import PASSES, SEND, Act, Op, Program, Programs, giver, placement
 from shoal.pipeline.simulate import Costs, simulate
 
+_Step = TypeVar("_Step")
+
 
 class Event(NamedTuple):
-    """An action that ran. Until ``ready``, it waited for what it takes in."""
+    """An action that ran. From ``waits`` until ``ready`` it waited for what it takes in; before, it may have done what
+    needs none of that."""
 
     act: Act
     start: float
+    waits: float
     ready: float
     stop: float
+
+    @property
+    def waited(self) -> float:
+        return self.ready - self.waits
+
+    @property
+    def took(self) -> float:
+        """The time without what it waited."""
+        return self.stop - self.start - self.waited
 
     def as_json(self) -> list[Any]:
         return [self.act.op.value, *self.act[1:], *self[1:]]
@@ -41,7 +54,7 @@ class Recorder:
     def __init__(self) -> None:
         self.on = False
         self.runs: list[list[Event]] = []
-        self._ready = 0.0
+        self._waits = self._ready = 0.0
 
     def around(self, perform: Callable[[Act], None]) -> Callable[[Act], None]:
         """``perform``, which now writes down a program, if this is on."""
@@ -51,11 +64,16 @@ class Recorder:
         self.runs.append(events)
 
         def recorded(act: Act) -> None:
-            start = self._ready = time.time()
+            start = self._waits = self._ready = time.time()
             perform(act)
-            events.append(Event(act, start, self._ready, time.time()))
+            events.append(Event(act, start, self._waits, self._ready, time.time()))
 
         return recorded
+
+    def waits(self) -> None:
+        """The action under way has nothing left to do before it has what it waits for."""
+        if self.on:
+            self._waits = self._ready = time.time()
 
     def arrived(self) -> None:
         """The action under way has what it waited for."""
@@ -78,7 +96,7 @@ class Timed(NamedTuple):
 
     @property
     def late(self) -> float:
-        """How much later it ended than it would have, had messages, and whatever else is no pass, taken no time."""
+        """How much later it ended than in the simulation."""
         return self.stop - self.expected
 
 
@@ -113,18 +131,26 @@ def programs_of(events: Sequence[Sequence[Event]]) -> Programs:
 
 def compare(programs: Sequence[Program], events: Sequence[Sequence[Event]]) -> Comparison:
     """One step of all ranks of a pipeline beside the simulation of its ``programs``, in which each pass takes what it
-    takes on average over the micro-batches of its stage."""
+    takes on average over the micro-batches of its stage, a message what :func:`message` says, and nothing else takes
+    time."""
     ran = [{event.act: event for event in one if event.act.op in PASSES} for one in events]
     begin = min(event.ready for one in ran for event in one.values())
-    simulated = simulate(programs, costs_of(chain.from_iterable(events), len(placement(programs))))
+    home = placement(programs)
+    simulated = simulate(programs, costs_of(chain.from_iterable(events), len(home), message(events, home) or 0.0))
     passes = tuple(
-        Timed(rank, span.act, event.stop - event.ready, event.stop - begin, span.stop)
+        Timed(rank, span.act, event.took, event.stop - begin, span.stop)
         for rank, spans in enumerate(simulated.spans)
         for span in spans
         if span.act.op in PASSES
         for event in [ran[rank][span.act]]
     )
     return Comparison(passes, max(one.stop for one in passes), simulated.makespan)
+
+
+def typical(found: Iterable[_Step], length: Callable[[_Step], float]) -> _Step:
+    """The one of median length; of two in the middle, the longer."""
+    ordered = sorted(found, key=length)
+    return ordered[len(ordered) // 2]
 
 
 @dataclass(frozen=True)
@@ -143,9 +169,9 @@ class PassCosts(Costs):
 def costs_of(events: Iterable[Event], stages: int, transfer: float = 0.0) -> PassCosts:
     """The mean times of passes, in seconds; none of a pass that a stage has not. What they hold is not measured."""
     times: dict[tuple[Op, int], list[float]] = defaultdict(list)
-    for act, _, ready, stop in events:
-        if act.op in PASSES:
-            times[act.op, act.stage].append(stop - ready)
+    for event in events:
+        if event.act.op in PASSES:
+            times[event.act.op, event.act.stage].append(event.took)
 
     def of(op: Op) -> tuple[float, ...]:
         return tuple(fmean(times.get((op, stage), (0.0,))) for stage in range(stages))
@@ -157,6 +183,12 @@ def costs_of(events: Iterable[Event], stages: int, transfer: float = 0.0) -> Pas
     )
 
 
+def message(events: Sequence[Iterable[Event]], home: Sequence[int]) -> float | None:
+    """What a message takes on average, in seconds (:func:`transfers`); None where there is none to see."""
+    found = list(transfers(events, home))
+    return fmean(found) if found else None
+
+
 def transfers(events: Sequence[Iterable[Event]], home: Sequence[int]) -> Iterator[float]:
     """From sending a tensor to having it, in seconds, of every message that a pass waited for when it was sent: what
     other messages took, nobody saw. ``events`` are by rank of the pipeline, ``home`` is the rank of each stage."""
@@ -165,5 +197,5 @@ def transfers(events: Sequence[Iterable[Event]], home: Sequence[int]) -> Iterato
         for act, event in one.items():
             if (source := giver(act, len(home))) and (peer := home[source.stage]) != rank:
                 sent = ran[peer].get(Act(SEND[source.op], source.stage, source.micro_batch, rank))
-                if sent and event.start <= sent.start:
+                if sent and event.waits <= sent.start:
                     yield max(0.0, event.ready - sent.start)  # clocks of two machines may differ

@@ -10,12 +10,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.layout import Layout
 from shoal.pipeline.program import PASSES, Act, Op
 from shoal.pipeline.trace import Event, Runs
 
 TRACE = "trace.json"
 """What it is called in the folder of a run."""
 _WAIT = "wait"
+_WARM, _FEW = 2, 3
+"""Steps that make memory and connections ready, and those after them that are written down."""
+
+
+def steps_traced(layout: Layout) -> range:
+    """Which steps of a run are written down, counted from 0 where it begins or goes on.
+
+    Where steps overlap, the pipeline is to be full, and the last rank does some of a step ⌈(P − 1)/M⌉ steps after the
+    first one: so many more are needed, of which the report can show none.
+    """
+    if not layout.asynchronous:
+        return range(_WARM, _WARM + _FEW)
+    warm = max(_WARM, -(-layout.pp // layout.mb))
+    return range(warm, warm + _FEW + lag_of(layout))
+
+
+def lag_of(layout: Layout) -> int:
+    """Where steps overlap: after how many more the last rank has done what the first has."""
+    return -(-(layout.pp - 1) // layout.mb)
 
 
 @dataclass(frozen=True)
@@ -93,8 +113,8 @@ def _titles(rank: int, name: str, runs: Runs) -> Iterator[dict[str, Any]]:
 
 def _entries(rank: int, step: int, event: Event, begin: float) -> Iterator[dict[str, Any]]:
     """An action and, inside it, the part in which it waited."""
-    act, start, ready, stop = event
-    where = {"ph": "X", "pid": rank, "tid": act.stage + 1, "ts": 1e6 * (start - begin)}
+    act, start, waits, _, stop = event
+    where = {"ph": "X", "pid": rank, "tid": act.stage + 1}
     what = {
         "what": act.in_words(),
         "step": step,
@@ -102,11 +122,13 @@ def _entries(rank: int, step: int, event: Event, begin: float) -> Iterator[dict[
         "stage": act.stage,
         "micro_batch": act.micro_batch,
         "peer": act.peer,
-        "waited_us": 1e6 * (ready - start),
+        "before_us": 1e6 * (waits - start),
+        "waited_us": 1e6 * event.waited,
     }
-    yield {"name": str(act), "cat": _category(act), **where, "dur": 1e6 * (stop - start), "args": what}
-    if ready > start:
-        yield {"name": _WAIT, "cat": _WAIT, **where, "dur": 1e6 * (ready - start)}
+    ran = {"ts": 1e6 * (start - begin), "dur": 1e6 * (stop - start)}
+    yield {"name": str(act), "cat": _category(act), **where, **ran, "args": what}
+    if event.waited > 0:
+        yield {"name": _WAIT, "cat": _WAIT, **where, "ts": 1e6 * (waits - begin), "dur": 1e6 * event.waited}
 
 
 def _category(act: Act) -> str:
@@ -118,5 +140,6 @@ def _category(act: Act) -> str:
 def _event(entry: Mapping[str, Any]) -> Event:
     what = entry["args"]
     start = entry["ts"] / 1e6
+    waits = start + what["before_us"] / 1e6
     act = Act(Op(what["op"]), what["stage"], what["micro_batch"], what["peer"])
-    return Event(act, start, start + what["waited_us"] / 1e6, start + entry["dur"] / 1e6)
+    return Event(act, start, waits, waits + what["waited_us"] / 1e6, start + entry["dur"] / 1e6)

@@ -100,16 +100,20 @@ class ConsoleSink:
         )
 
     def _trace(self, values: Values) -> None:
-        """Where the trace is, and which passes ended when, beside a simulation in which nothing else takes time."""
+        """Where the trace is, and which passes ended when, beside a simulation of them and of messages."""
         first, last = values["first"], values["first"] + values["steps"] - 1
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        self._print(f"\n[bold]trace[/] of {steps}: {escape(values['path'])}; open it at https://ui.perfetto.dev")
+        self._print(
+            f"\n[bold]trace[/] of {steps}: {escape(values['path'])}; [bold]shoal report "
+            f"{escape(shlex.quote(str(Path(values['path']).parent)))}[/] lays it over the simulation, and "
+            "https://ui.perfetto.dev opens it"
+        )
         if "late" not in values:
             return
         took, simulated = values["passes_ms"], values["simulated_ms"]
         self._print(
-            f"  first pass to last: {took:.1f} ms; simulated with the same times of passes {simulated:.1f} ms "
-            f"({took / simulated - 1:+.1%})"
+            f"  first pass to last: {took:.1f} ms; simulated with the same times of passes and messages "
+            f"{simulated:.1f} ms ({took / simulated - 1:+.1%})"
         )
         self._print("  [dim]stage  pass       time    late: median       most[/]")
         for one in values["late"]:

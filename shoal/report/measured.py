@@ -6,21 +6,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shlex import quote
-from typing import Any, Literal
+from shlex import join
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from shoal.build import passes_of, shares_of, stages_of
+from shoal.build import DTYPES, Shares, passes_of, shares_of, sharing_of, stages_of
+from shoal.config import Optimizer
 from shoal.layout import Layout, kinds
 from shoal.model.roles import RoleTable
+from shoal.optim.treatment import state_names
 from shoal.pipeline.layer_costs import LayerCosts, by_stage
 from shoal.pipeline.lower import lower
+from shoal.pipeline.program import Programs
 from shoal.pipeline.simulate import Costs, even, simulate
 from shoal.pipeline.stages import balanced
+from shoal.pipeline.versions import live_versions
 from shoal.report.pipeline import Pipeline, Times, on_the_clock, shown_of
 from shoal.report.pipeline_terminal import Timeline
 from shoal.report.pipeline_words import by_rank, figures, headline, times_words
@@ -31,6 +35,19 @@ Balance = Literal["time", "memory"]
 _MS, _MIB = 1e3, 2**-20
 _DIGITS = 3
 """Of a time in a layout: more is noise."""
+
+
+_OTHERS = {1: "1f1b", 2: "zb-v"}
+"""By the stages a rank: what a list order may be compared with. It takes any number of micro-batches."""
+
+
+class Asked(NamedTuple):
+    """What a command was given about the model and its layout, as it was given."""
+
+    layout: str | None = None
+    overrides: Sequence[str] = ()
+    balance: str | None = None
+    transfer: float | None = None
 
 
 @dataclass(frozen=True)
@@ -72,12 +89,13 @@ def with_measured(
     layers: Sequence[tuple[str, nn.Module]],
     roles: RoleTable,
     costs: LayerCosts,
+    optimizer: Optimizer,
     *,
     by: Balance = "time",
     transfer: float = 0.0,
 ) -> Measured:
     """The schedule of ``layout`` over the ``layers`` of a model, cut as the layout says or else balanced ``by`` time or
-    memory; ``transfer`` is how many seconds a tensor takes from rank to rank.
+    memory, what ``optimizer`` needs included; ``transfer`` is how many seconds a tensor takes from rank to rank.
 
     What is shown of ``list`` is the order that the layout makes on any rank, from rounded times that stages share by
     what their matrices have; how long it takes is measured, stage by stage.
@@ -86,19 +104,38 @@ def with_measured(
         times = _times(costs, layout.pp, transfer)
         layout = replace(layout, list_times=tuple(float(f"{time:.{_DIGITS}g}") for time in times))
     if layout.stage_layers is None and layout.stages > 1:
-        cut = balanced(costs, passes_of(layout), by, ends=bool(roles))
+        passes = _passes(layout)
+        cut = balanced(costs, passes, by, states=states_of(layout, optimizer, passes), ends=bool(roles))
         layout = replace(layout, stage_layers=_blocks(cut, len(layers) if roles else None))
     stages = stages_of(layout, layers, roles)
     of_stages = by_stage(costs, stages, transfer)
-    if layout.asynchronous:
-        programs = shown_of(layout.schedule, layout.pp, layout.mb, layout.chunks)
-    else:
-        programs = passes_of(layout, shares_of(layout, layers, roles, stages))
+    programs = _passes(layout, shares_of(layout, layers, roles, stages))
     times = _times(of_stages, layout.pp, transfer)
     seen = on_the_clock(layout.schedule, layout.mb, times, programs, _counting(of_stages, layout))
     peaks = simulate(lower(programs), of_stages).peaks
     names = tuple(name for name, _ in layers)
     return Measured(layout, names, costs, stages, of_stages, seen, peaks)
+
+
+def states_of(layout: Layout, optimizer: Optimizer, passes: Programs) -> tuple[float, ...]:
+    """By rank of the ``passes``: bytes of weights and their versions, of gradients, masters and moments in a step, for
+    a byte of the weights that it has: 4 in float32 with AdamW. All are counted as hidden matrices, of which the
+    optimizer that the run names keeps its states.
+
+    What ZeRO 2 and 3 divide is whole while a stage has work, beside the rank's own part.
+    """
+    sharing = sharing_of(layout)
+    size, part = DTYPES[layout.dtype].itemsize, 1 / sharing.size
+    wide = max(size, DTYPES["float32"].itemsize)
+    gradient = size if sharing.half_grads else wide
+    gradients = gradient * (1 + (layout.schedule == "2bw"))  # the next batch adds up in a second set
+    own = wide * len(state_names(optimizer, optimizer.name))
+    master = wide if optimizer.rounding == "nearest" else size
+    if sharing.versions or master != size:
+        own += master
+    if sharing.size > 1:
+        own += (not sharing.keep_params) * size + (not sharing.keep_grads) * gradient
+    return tuple((live_versions(one) * size + gradients + own * part) / size for one in passes)
 
 
 def measured_report(found: Measured, run: Path) -> RenderableType:
@@ -116,15 +153,25 @@ def measured_report(found: Measured, run: Path) -> RenderableType:
     )
 
 
-def to_do_with(found: Measured, run: Path) -> Iterator[tuple[str, str]]:
-    """(what for, command)."""
-    line, seen = quote(str(found.layout)), found.seen
-    yield "train with it", f"shoal train {quote(str(run))} --layout {line}"
-    other = "1f1b" if seen.name == "list" else "list"
-    yield (
-        "another schedule, measured as well",
-        f"shoal schedule {other} -p {seen.ranks} -m {seen.micro_batches} --run {quote(str(run))}",
-    )
+def to_do_with(found: Measured, run: Path, line: str, asked: Asked) -> Iterator[tuple[str, str]]:
+    """(what for, command): ``line`` is the layout that was found, as a command takes it beside ``run``."""
+    seen, of_run = found.seen, [str(run), *(word for one in asked.overrides for word in ("--set", one))]
+    yield "train with it", join(["shoal", "train", *of_run, "--layout", line])
+    other = _OTHERS.get(seen.chunks, "breadth-first") if seen.name == "list" else "list"
+    words = ["-p", str(seen.ranks), "-m", str(seen.micro_batches)]
+    if seen.chunks != kinds.SCHEDULES[other].chunks:
+        words += ["-v", str(seen.chunks)]
+    words += ["--run", *of_run]
+    given = {"--layout": asked.layout, "--balance": asked.balance, "--transfer": asked.transfer}
+    words += [word for option, value in given.items() if value is not None for word in (option, str(value))]
+    yield "another schedule, measured as well", join(["shoal", "schedule", other, *words])
+
+
+def _passes(layout: Layout, shares: Shares = ()) -> Programs:
+    """Of a stream, with its beginning and its drain."""
+    if layout.asynchronous:
+        return shown_of(layout.schedule, layout.pp, layout.mb, layout.chunks)
+    return passes_of(layout, shares)
 
 
 def _blocks(stages: Sequence[range], layers: int | None) -> tuple[int, ...]:

@@ -15,22 +15,29 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from shoal.errors import ConfigError, setting
+from shoal.layout import Layout
 from shoal.pipeline.program import DROP, PASSES, Act, Op, placement
-from shoal.pipeline.trace import Event, costs_of, programs_of, transfers
-from shoal.pipeline.trace_file import Trace
-from shoal.report.overlay_steps import Step, is_stream, simulated, whole_steps
+from shoal.pipeline.trace import Event, costs_of, message, programs_of, typical
+from shoal.pipeline.trace_file import Trace, lag_of, steps_traced
+from shoal.report.overlay_steps import Step, began_anew, is_stream, simulated, whole_steps
 
 _DROPS = set(DROP.values())
 _MS = 1e3
 
 
 class Slice(NamedTuple):
-    """An action. Just before its ``start``, its rank ``waited`` for another one to begin it."""
+    """An action. Just before its ``start``, its rank ``waited`` for another one, and had worked at it for so long
+    ``before`` that."""
 
     act: Act
     start: float
     stop: float
     waited: float
+    before: float = 0.0
+
+    @property
+    def took(self) -> float:
+        return self.before + self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -48,9 +55,7 @@ class Course:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """By rank: the share of the length in which it works on a pass."""
-        return tuple(
-            sum(one.stop - one.start for one in lane if one.act.op in PASSES) / self.length for lane in self.lanes
-        )
+        return tuple(sum(one.took for one in lane if one.act.op in PASSES) / self.length for lane in self.lanes)
 
     @cached_property
     def waiting(self) -> tuple[float, ...]:
@@ -167,10 +172,7 @@ class Overlay:
             ],
             "timeline": {
                 name: [
-                    [
-                        {"action": str(one.act), "start": one.start, "stop": one.stop, "waited": one.waited}
-                        for one in lane
-                    ]
+                    [{"action": str(one.act), **{name: getattr(one, name) for name in one._fields[1:]}} for one in lane]
                     for lane in course.lanes
                 ]
                 for name, course in both.items()
@@ -186,11 +188,11 @@ def overlay(trace: Trace, step: int | None = None, rank: int = 0) -> Overlay:
     ranks = next((pipeline for pipeline in trace.pipelines if rank in pipeline), None)
     if ranks is None:
         raise ConfigError(setting("--rank", rank, f"the trace is of {len(trace.runs)} ranks", "use --rank 0"))
-    found = _chosen(trace, {one.number: one for one in whole_steps(trace, ranks)}, step)
+    found = _chosen(trace, ranks, step)
     programs = programs_of(found.own)
     home = placement(programs)
-    messages = list(transfers(found.events, home))
-    costs = costs_of(chain.from_iterable(found.own), len(home), fmean(messages) if messages else 0.0)
+    transfer = message(found.events, home)
+    costs = costs_of(chain.from_iterable(found.own), len(home), transfer or 0.0)
     kinds = {(act.op, act.stage) for program in programs for act in program.actions if act.op in PASSES}
     return Overlay(
         trace,
@@ -200,19 +202,18 @@ def overlay(trace: Trace, step: int | None = None, rank: int = 0) -> Overlay:
         tuple(
             {op: _MS * costs.time(Act(op, stage)) for op in Op if (op, stage) in kinds} for stage in range(len(home))
         ),
-        _MS * costs.transfer if messages else None,
+        None if transfer is None else _MS * transfer,
         _course(found),
         _course(simulated(trace, programs, costs)),
     )
 
 
-def _chosen(trace: Trace, whole: dict[int, Step], step: int | None) -> Step:
+def _chosen(trace: Trace, ranks: Sequence[int], step: int | None) -> Step:
+    whole = {one.number: one for one in whole_steps(trace, ranks)}
     if not whole:
-        problem = "none of its steps is whole" + ": that takes three in a row without a drain" * is_stream(trace)
-        legal = "write another with shoal train RUN.toml --trace" + " --set evaluation.every=0" * is_stream(trace)
-        raise ConfigError(setting("TRACE", f"a trace of {trace.layout}", problem, legal))
+        raise ConfigError(setting("TRACE", f"a trace of {trace.layout}", *_none_whole(trace, ranks)))
     if step is None:
-        return sorted(whole.values(), key=lambda one: one.length)[len(whole) // 2]
+        return typical(whole.values(), lambda one: one.length)
     if step not in whole:
         numbers = ", ".join(map(str, whole))
         nearest = min(whole, key=lambda one: abs(one - step))
@@ -220,15 +221,29 @@ def _chosen(trace: Trace, whole: dict[int, Step], step: int | None) -> Step:
     return whole[step]
 
 
+def _none_whole(trace: Trace, ranks: Sequence[int]) -> tuple[str, str]:
+    """Why, and what to do about it."""
+    again = "write another with shoal train RUN.toml --trace"
+    if not is_stream(trace):
+        return "none of its steps is whole", again
+    layout = Layout.parse(trace.layout)
+    takes = f"that takes {2 + lag_of(layout)} in a row"
+    if began_anew(trace, ranks):
+        problem = f"none of its steps is whole: {takes} without a drain"
+        return problem, f"{again} --set evaluation.every=0 --set checkpoint.every=0"
+    problem = f"with {len(trace.steps)} steps it is too short for a whole one of {len(ranks)} ranks: {takes}"
+    return problem, f"{again}, where {steps_traced(layout).stop} steps are left to make"
+
+
 def _course(step: Step) -> Course:
     return Course(tuple(tuple(_slices(step, events)) for events in step.events), _MS * step.length)
 
 
 def _slices(step: Step, events: Sequence[Event]) -> Iterator[Slice]:
-    for act, start, ready, stop in events:
+    for act, start, waits, ready, stop in events:
         if stop > step.begin and start < step.until:
             done = stop if act.op in _DROPS else ready  # a drop does nothing but wait
-            at, begun, ended = (
-                _MS * (min(max(time, step.begin), step.until) - step.begin) for time in (start, done, stop)
+            at, since, begun, ended = (
+                _MS * (min(max(time, step.begin), step.until) - step.begin) for time in (start, waits, done, stop)
             )
-            yield Slice(act._replace(micro_batch=act.micro_batch - step.first), begun, ended, begun - at)
+            yield Slice(step.counted(act), begun, ended, begun - since, since - at)

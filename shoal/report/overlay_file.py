@@ -6,8 +6,9 @@ import json
 import shlex
 from pathlib import Path
 
-from shoal.errors import ConfigError, setting
-from shoal.pipeline.trace_file import TRACE, Trace, from_chrome
+from shoal.config import load
+from shoal.errors import ConfigError, ShoalError, setting
+from shoal.pipeline.trace_file import TRACE, Trace, from_chrome, steps_traced
 
 _NAME = "RUN"
 _HEAD = 100_000
@@ -44,7 +45,16 @@ def read_trace(path: Path) -> Trace:
 def _how(folder: Path) -> str:
     """The command that writes the trace of a few steps, and leaves what the run has saved alone."""
     run = folder / "run.toml"
-    if not run.is_file():
+    try:
+        config = load(run)
+        layout = config.plan()
+    except ShoalError:
         return "shoal train RUN.toml --trace"
-    name = shlex.quote(f"run.name={folder.resolve().name}-traced")
-    return f"shoal train {shlex.quote(str(run))} --set {name} --set run.stop=6 --trace"
+    drains = {"evaluation": config.evaluation.every, "checkpoint": config.checkpoint.every}
+    settings = [
+        f"run.name={folder.resolve().name}-traced",
+        f"run.stop={steps_traced(layout).stop}",
+        *(f"{section}.every=0" for section, every in drains.items() if every and layout.asynchronous),
+    ]
+    words = " ".join(f"--set {shlex.quote(one)}" for one in settings)
+    return f"shoal train {shlex.quote(str(run))} {words} --trace"

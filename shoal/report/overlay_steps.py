@@ -9,7 +9,7 @@ from math import inf
 
 from shoal.pipeline.faults import faults
 from shoal.pipeline.lower import lower
-from shoal.pipeline.program import PASSES, Op, Program
+from shoal.pipeline.program import PASSES, Act, Op, Program
 from shoal.pipeline.simulate import Costs, Simulation, simulate
 from shoal.pipeline.stream import STREAMS
 from shoal.pipeline.trace import Event, programs_of
@@ -19,6 +19,15 @@ _SETTLED = 3
 """Steps of a simulated stream, after those in which it fills, in which it comes to repeat itself."""
 
 ByRank = Sequence[Sequence[Event]]
+
+
+class Counted(Act):
+    """An action whose micro-batch, or the first of its batch, is counted from that of a step: −1 is the one before, and
+    not all of them."""
+
+    @property
+    def _has_number(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -38,12 +47,16 @@ class Step:
     """What belongs to the step: in a stream, other ranks do some of it later."""
     until: float = inf
     """When the next step has begun. A synchronous one goes on after its passes, with norm and update."""
-    first: int = 0
+    first: int | None = None
     """The number of its first micro-batch, where the events count from the beginning of a stream."""
 
     @property
     def length(self) -> float:
         return self.end - self.begin
+
+    def counted(self, act: Act) -> Act:
+        """An action by the number of its micro-batch in the step."""
+        return act if self.first is None else Counted(act.op, act.stage, act.micro_batch - self.first, act.peer)
 
 
 def is_stream(trace: Trace) -> bool:
@@ -60,6 +73,12 @@ def whole_steps(trace: Trace, ranks: Sequence[int]) -> Iterator[Step]:
     for number, events in zip(trace.steps, zip(*runs, strict=True), strict=True):
         if not faults(programs_of(events)):
             yield _drained(number, events)
+
+
+def began_anew(trace: Trace, ranks: Sequence[int]) -> bool:
+    """Whether there was a drain between two of the steps of a stream."""
+    firsts = [_first(run) for run in trace.runs[ranks[0]]]
+    return any(following != first + trace.micro_batches for first, following in pairwise(firsts))
 
 
 def simulated(trace: Trace, programs: Sequence[Program], costs: Costs) -> Step:
@@ -122,7 +141,7 @@ def _as_events(run: Simulation) -> list[list[Event]]:
     """A simulated action waits from where the one before it on its rank has ended."""
     return [
         [
-            Event(span.act, before, span.start, span.stop)
+            Event(span.act, before, before, span.start, span.stop)
             for before, span in zip((0.0, *(span.stop for span in spans[:-1])), spans, strict=True)
         ]
         for spans in run.spans

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
-from math import ceil
+from itertools import chain, groupby
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
@@ -18,10 +17,9 @@ from shoal.report.overlay import Overlay, Slice
 from shoal.report.overlay_words import figures, headline, ms, others_words, waits, what_is_compared, what_it_is_of
 from shoal.report.pipeline import percent
 from shoal.report.pipeline_colours import DARK, WORDS, Tone, tone
+from shoal.report.pipeline_terminal import IDLE, PARITY, in_halves, line
 
-_IDLE, _REST = Tone("#2a313a", "#2a313a"), Tone("#7d8590", "#0d1117")
-_PARITY = 0.045
-"""By how much every other micro-batch is lighter, so that one ends and the next begins without a gap."""
+_REST = Tone("#7d8590", "#0d1117")
 
 
 def overlay_report(seen: Overlay) -> RenderableType:
@@ -56,7 +54,7 @@ class Lanes:
         columns = max(options.max_width - left, 8)
         end = ms(max(seen.measured.end, seen.simulated.end))
         scale = columns / max(seen.measured.end, seen.simulated.end)
-        yield from _line(f"{'':{left}}0{end:>{columns - 1}}", dim=True)
+        yield from line(f"{'':{left}}0{end:>{columns - 1}}", dim=True)
         for place, name in enumerate(names):
             for title, course in (("measured", seen.measured), ("simulated", seen.simulated)):
                 yield Segment(f"{name if course is seen.measured else '':<{left - 11}}")
@@ -64,7 +62,7 @@ class Lanes:
                 cells = _cells(course.lanes[place], scale, columns)
                 yield from self._in_letters(cells) if plain else self._in_colour(cells, place)
                 yield Segment.line()
-        yield from _line("")
+        yield from line("")
         yield from self._legend(plain)
 
     def _in_colour(self, cells: Sequence[Slice | None], place: int) -> Iterator[Segment]:
@@ -91,12 +89,12 @@ class Lanes:
 
     def _tone(self, one: Slice | None, place: int) -> Tone:
         if one is None:
-            return _IDLE
+            return IDLE
         op, stage, number, _ = one.act
         if op not in PASSES:
             return _REST
         stages = self._seen.stages[place]
-        return tone(op, stages.index(stage), len(stages), DARK, _PARITY * (number % 2))
+        return tone(op, stages.index(stage), len(stages), DARK, PARITY * (number % 2))
 
     def _legend(self, plain: bool) -> Iterator[Text]:
         seen, legend = self._seen, Text()
@@ -105,7 +103,7 @@ class Lanes:
             for chunk in range(0 if plain else chunks):
                 legend.append("  ", Style(bgcolor=tone(op, chunk, chunks, DARK).fill))
             legend.append(f"{' ' * (not plain)}{op.value} {WORDS[op]}   ")
-        for letter, colour, words in (("=", _REST, "what is no pass"), ("·", _IDLE, "idle")):
+        for letter, colour, words in (("=", _REST, "what is no pass"), ("·", IDLE, "idle")):
             legend.append(letter if plain else "  ", None if plain else Style(bgcolor=colour.fill))
             legend.append(f" {words}   ")
         yield legend
@@ -116,12 +114,9 @@ class Lanes:
 
 
 def _cells(lane: Sequence[Slice], scale: float, columns: int) -> list[Slice | None]:
-    """A row, in which half a column shows what is in its middle."""
-    halves: list[Slice | None] = [None] * (2 * columns)
-    for one in lane:
-        for at in range(*(ceil(2 * scale * time - 0.5) for time in (one.start, one.stop))):
-            halves[at] = one
-    return halves
+    """A row, with what was done for an action before its rank waited."""
+    befores = ((since := one.start - one.waited - one.before, since + one.before, one) for one in lane)
+    return in_halves(chain(befores, ((one.start, one.stop, one) for one in lane)), scale, columns)
 
 
 def _figures(seen: Overlay) -> Table:
@@ -169,8 +164,3 @@ def _waits(seen: Overlay) -> RenderableType:
             table.add_row(str(rank), act.in_words(), ms(measured), ms(simulated))
         tables += ["", table]
     return Group(*tables[1:]) if tables else Text("no rank waited for another")
-
-
-def _line(words: str, dim: bool = False) -> Iterator[Segment]:
-    yield Segment(words, Style(dim=True) if dim else None)
-    yield Segment.line()

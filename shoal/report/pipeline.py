@@ -40,7 +40,8 @@ class Times(NamedTuple):
             times = None
         if times is None or text.count(",") != 3 or not all(0 <= time < 1e12 for time in times) or sum(times[:3]) <= 0:
             problem = "is not the times of a forward, an input-gradient and a weight-gradient pass and of a transfer"
-            raise ConfigError(setting("--times", text, problem, "use four numbers from 0, such as 1,1.2,0.8,0.1"))
+            legal = "use four numbers from 0 to below 1e12, such as 1,1.2,0.8,0.1"
+            raise ConfigError(setting("--times", text, problem, legal))
         return times
 
 
@@ -236,8 +237,9 @@ def admitted(name: str, ranks: int, micro_batches: int, chunks: int | None = Non
         raise ConfigError(setting("-v", chunks, problem, legal))
     if memory is not None and not own.made_to_measure:
         raise ConfigError(setting("--memory", memory, f"{name} has an order of its own", "leave it out, or use list"))
-    if memory is not None and not memory >= 1:
-        raise ConfigError(setting("--memory", memory, "a rank holds one micro-batch at least", "use --memory 1"))
+    if memory is not None and not 1 <= memory < 1e12:
+        problem = "a rank holds one micro-batch at least, and fewer than 1e12"
+        raise ConfigError(setting("--memory", memory, problem, "use --memory 1"))
     return chunks or own.chunks
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from math import ceil, floor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
@@ -18,10 +18,12 @@ from shoal.report.pipeline import Bar, Pipeline, clock
 from shoal.report.pipeline_colours import DARK, WORDS, Tone, tone
 from shoal.report.pipeline_words import chunk_words, figures, headline, times_words
 
-_IDLE = "#2a313a"
-_SLACK = 1e-9
-_PARITY = 0.045
+IDLE = Tone("#2a313a", "#2a313a")
+PARITY = 0.045
 """By how much every other micro-batch is lighter, so that one ends and the next begins without a gap."""
+
+_SLACK = 1e-9
+_What = TypeVar("_What")
 
 
 def pipeline_report(seen: Pipeline) -> RenderableType:
@@ -51,15 +53,15 @@ class Timeline:
         scale = _scale(seen, longest, max(options.max_width - left - right, 8), 1 if plain else 2)
         columns = max(1, ceil(seen.end * scale - _SLACK))
         versions = seen.is_stream and scale * seen.shortest >= 1  # else there is no room for most of them
-        yield from _line(f"{'':{left}}{_ruler(seen, scale, columns):{columns}}{'live':>{right}}", dim=True)
+        yield from line(f"{'':{left}}{_ruler(seen, scale, columns):{columns}}{'live':>{right}}", dim=True)
         for rank, bars in enumerate(seen.bars):
             runs = list(_runs(bars, scale, columns))
             yield Segment(f"{names[rank]:<{left}}")
             yield from (_in_letters(seen, run) if plain else _in_colour(seen, run) for run in runs)
-            yield from _line(f"{live[rank]:>{right}}")
+            yield from line(f"{live[rank]:>{right}}")
             if versions:
-                yield from _line(" " * (left - 2) + "↳ " + "".join(map(_version, runs)), dim=True)
-        yield from _line("")
+                yield from line(" " * (left - 2) + "↳ " + "".join(map(_version, runs)), dim=True)
+        yield from line("")
         yield from _legend(seen, plain, versions)
 
 
@@ -78,12 +80,17 @@ def _scale(seen: Pipeline, longest: int, room: int, parts: int) -> float:
     return (floor(parts * each + _SLACK) / parts if each >= 1 else each) / seen.shortest
 
 
+def in_halves(times: Iterable[tuple[float, float, _What]], scale: float, columns: int) -> list[_What | None]:
+    """A row of what there is from when to when: half a column shows what is in its middle."""
+    halves: list[_What | None] = [None] * (2 * columns)
+    for start, stop, what in times:
+        for at in range(*(ceil(2 * scale * time - 0.5 - _SLACK) for time in (start, stop))):
+            halves[at] = what
+    return halves
+
+
 def _runs(bars: Sequence[Bar], scale: float, columns: int) -> Iterator[_Run]:
-    """A row, in which half a column shows what is in its middle."""
-    halves: list[Bar | None] = [None] * (2 * columns)
-    for bar in bars:
-        for at in range(*(ceil(2 * scale * time - 0.5 - _SLACK) for time in (bar.start, bar.stop))):
-            halves[at] = bar
+    halves = in_halves(((bar.start, bar.stop, bar) for bar in bars), scale, columns)
     for (left, right), run in groupby(zip(halves[::2], halves[1::2], strict=True)):
         yield _Run(left, right, len(list(run)))
 
@@ -118,8 +125,8 @@ def _number(number: int, columns: int) -> str:
 
 def _tone(seen: Pipeline, bar: Bar | None) -> Tone:
     if bar is None:
-        return Tone(_IDLE, _IDLE)
-    return tone(bar.act.op, bar.chunk, seen.chunks, DARK, _PARITY * (bar.act.micro_batch % 2))
+        return IDLE
+    return tone(bar.act.op, bar.chunk, seen.chunks, DARK, PARITY * (bar.act.micro_batch % 2))
 
 
 def _ruler(seen: Pipeline, scale: float, columns: int) -> str:
@@ -140,7 +147,7 @@ def _legend(seen: Pipeline, plain: bool, versions: bool) -> Iterator[Text]:
         for chunk in range(0 if plain else seen.chunks):
             legend.append("  ", Style(bgcolor=tone(op, chunk, seen.chunks, DARK).fill))
         legend.append(f"{' ' * (not plain)}{op.value} {WORDS[op]}   ")
-    legend.append("·" if plain else "  ", None if plain else Style(bgcolor=_IDLE))
+    legend.append("·" if plain else "  ", None if plain else Style(bgcolor=IDLE.fill))
     yield legend.append(" idle")
     if plain:
         notes = ["after the letter, where there is room: " + "stage and " * (seen.chunks > 1) + "micro-batch"]
@@ -151,7 +158,8 @@ def _legend(seen: Pipeline, plain: bool, versions: bool) -> Iterator[Text]:
     yield Text("; ".join(notes), style="dim")
 
 
-def _line(words: str, dim: bool = False) -> Iterator[Segment]:
+def line(words: str, dim: bool = False) -> Iterator[Segment]:
+    """A line of text among rows."""
     yield Segment(words, Style(dim=True) if dim else None)
     yield Segment.line()
 

@@ -6,33 +6,30 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from shoal.comm.collectives import all_gather_bytes
 from shoal.engine import Engine
 from shoal.mesh import Grid
-from shoal.pipeline.trace import Event, compare, programs_of
-from shoal.pipeline.trace_file import TRACE, Trace, to_chrome
-
-WARM, TRACED = 2, 3
-"""Steps that make memory and connections ready, and those after them that are traced."""
+from shoal.pipeline.trace import Event, compare, programs_of, typical
+from shoal.pipeline.trace_file import TRACE, Trace, steps_traced, to_chrome
 
 
 class Tracing:
-    """Has ``engine`` write down the steps after the next :data:`WARM`, or the last of ``left`` where there are no more,
-    and puts them in a file of ``folder``. Where steps overlap, it leaves out those in which the pipeline fills."""
+    """Has ``engine`` write down the steps that :func:`steps_traced` names, or the last of ``left`` where there are no
+    more, and puts them in a file of ``folder``."""
 
     def __init__(self, engine: Engine, folder: Path, left: int) -> None:
-        self._engine, self._path, layout = engine, folder / TRACE, engine.layout
-        warm = max(WARM, -(-layout.pp // layout.mb)) if layout.asynchronous else WARM
-        self._first = engine.steps_done + max(0, min(warm, left - 1))
+        self._engine, self._path = engine, folder / TRACE
+        steps = steps_traced(engine.layout)
+        self._first = engine.steps_done + max(0, min(steps.start, left - 1))
+        self._stop = self._first + len(steps)
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
         """For step number ``step``, counted from 0."""
         recorder = self._engine.recorder
-        recorder.on = self._first <= step < self._first + TRACED
+        recorder.on = self._first <= step < self._stop
         try:
             yield
         finally:
@@ -56,14 +53,13 @@ class Tracing:
         if layout.asynchronous:  # no step ends by itself
             return told
         pipeline = [ranks[rank] for rank in trace.pipelines[0]]
-        found = [compare(programs_of(step), step) for step in zip(*pipeline, strict=True)]
-        usual = sorted(found, key=lambda one: one.took)[len(found) // 2]
+        found = (compare(programs_of(step), step) for step in zip(*pipeline, strict=True))
+        usual = typical(found, lambda one: one.took)
         late = [
             {"stage": stage, "pass": name, "ms": 1e3 * took, "late_ms": 1e3 * usually, "most_late_ms": 1e3 * most}
             for stage, name, took, usually, most in usual.by_stage()
         ]
-        took, expected = (1e3 * median(getattr(one, name) for one in found) for name in ("took", "expected"))
-        return told | {"passes_ms": took, "simulated_ms": expected, "late": late}
+        return told | {"passes_ms": 1e3 * usual.took, "simulated_ms": 1e3 * usual.expected, "late": late}
 
 
 def pipelines_of(grid: Grid) -> tuple[tuple[int, ...], ...]:

@@ -87,6 +87,15 @@ REFUSALS = [
     ("pp=2:list{times=1/1/1}", {}, "pp", "2:list{times=1/1/1}", ["pp=2:list{times=1/1/1/0}"]),
     ("pp=2:list{times=0/0/0/1}", {}, "pp", "2:list{times=0/0/0/1}", ["pp=2:list{times=1/1/1/0}"]),
     ("pp=2:list{memory=0.5}", {}, "pp", "2:list{memory=0.5}", ["pp=2:list{memory=1}"]),
+    ("pp=2:zb-v{memory=0.5},mb=4", {}, "pp", "2:zb-v{memory=0.5}", ["pp=2:zb-v", "pp=2:list/2{memory=1}"]),
+    (
+        "pp=2{times=0/0/0/1;memory=2}",
+        {},
+        "pp",
+        "2{times=0/0/0/1;memory=2}",
+        ["pp=2", "pp=2:list{times=1/1/1/0;memory=2}"],
+    ),
+    ("pp=2:list{times=1/1;memory=0}", {}, "pp", "2:list{times=1/1;memory=0}", ["pp=2:list{times=1/1/1/0;memory=1}"]),
     (
         "pp=2:list{layers=8/0;times=1/2/1/0;memory=2}",
         {},
@@ -196,8 +205,13 @@ def test_what_does_not_divide_heads_is_named_as_the_grid_has_it(line: str, over:
 def test_times_and_memory_are_those_of_list() -> None:
     problem = "only list is made for times and memory; use pp=2 or pp=2:list{times=1/1/1/0;memory=2}"
     assert refused("pp=2{memory=2;times=1/1/1/0}").partition(": ")[2] == problem
-    for times in ((1.0, float("nan"), 1.0, 0.0), (1.0, float("inf"), 1.0, 0.0), (-1.0, 2.0, 1.0, 0.0)):
-        with pytest.raises(LayoutError, match="times needs four numbers F/I/W/C from 0"):
+    for times in (
+        (1e13, 1.0, 1.0, 0.0),
+        (1.0, float("nan"), 1.0, 0.0),
+        (1.0, float("inf"), 1.0, 0.0),
+        (-1.0, 2.0, 1.0, 0.0),
+    ):
+        with pytest.raises(LayoutError, match="times needs four numbers F/I/W/C from 0 to below 1e12"):
             Layout(pp=2, schedule="list", list_times=times)
     with pytest.raises(LayoutError, match="memory starts at 1"):
         Layout(pp=2, schedule="list", list_memory=float("nan"))

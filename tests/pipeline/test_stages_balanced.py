@@ -13,7 +13,7 @@ from shoal.pipeline.layer_costs import LayerCosts, by_stage
 from shoal.pipeline.lower import lower
 from shoal.pipeline.program import Programs
 from shoal.pipeline.schedules import SCHEDULES
-from shoal.pipeline.simulate import simulate
+from shoal.pipeline.simulate import Costs, peak, simulate
 from shoal.pipeline.stages import balanced
 
 LAYERS = 8
@@ -62,7 +62,7 @@ def test_where_ranks_have_one_stage_no_cut_needs_less_memory(name: str, ranks: i
     passes = SCHEDULES[name](ranks, 4, 1)
     for seed, states in enumerate((0.0, 1.0, 4.0)):
         costs = drawn(seed)
-        found = balanced(costs, passes, "memory", states=states, ends=ends)
+        found = balanced(costs, passes, "memory", states=[states] * ranks, ends=ends)
         cuts = list(every_cut(ranks, ends))
         assert found in cuts
         assert needed(costs, passes, found, states) == min(needed(costs, passes, one, states) for one in cuts)
@@ -83,7 +83,7 @@ def test_where_ranks_have_two_stages_few_cuts_need_less_memory(name: str, ends: 
     ratios = []
     for seed in range(6):
         costs = drawn(seed)
-        found = needed(costs, passes, balanced(costs, passes, "memory", ends=ends), 4.0)
+        found = needed(costs, passes, balanced(costs, passes, "memory", states=(4.0, 4.0), ends=ends), 4.0)
         ratios.append(found / min(needed(costs, passes, one, 4.0) for one in every_cut(4, ends)))
     assert max(ratios) < 1.06
     assert ratios.count(1.0) >= 5
@@ -115,6 +115,30 @@ def test_earlier_stages_of_1f1b_have_fewer_layers_where_memory_counts() -> None:
 
     assert lengths("gpipe") == [3, 3, 4, 4]
     assert lengths("1f1b") == [2, 2, 4, 6]
+
+
+def test_a_rank_whose_parameters_take_more_bytes_has_fewer() -> None:
+    """As the first ranks of PipeDream, which keep more versions of their weights."""
+    nothing = (0,) * 12
+    costs = LayerCosts((1.0,) * 12, (1.0,) * 12, (1.0,) * 12, nothing, nothing, nothing, parameters=(10,) * 12)
+    passes = SCHEDULES["1f1b"](3, 4, 1)
+    for states, lengths in (((4, 4, 4), [4, 4, 4]), ((6, 3, 2), [2, 4, 6]), ((2, 3, 6), [6, 4, 2])):
+        assert [len(one) for one in balanced(costs, passes, "memory", states=states)] == lengths
+
+
+def test_no_program_is_gone_through_for_a_cut_that_needs_more_for_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 12 layers in 4 stages there are 55 ranges for each stage between the first and the last."""
+    gone: list[int] = []
+
+    def counted(programs: Programs, rank: int, costs: Costs) -> float:
+        gone.append(rank)
+        return peak(programs, rank, costs)
+
+    monkeypatch.setattr("shoal.pipeline.stages.peak", counted)
+    alike = (1,) * 12
+    costs = LayerCosts((1.0,) * 12, (1.0,) * 12, (1.0,) * 12, held=alike, kept=alike, output=(0,) * 12)
+    assert [len(one) for one in balanced(costs, SCHEDULES["gpipe"](4, 8, 1), "memory")] == [3, 3, 3, 3]
+    assert len(gone) < 60
 
 
 def test_among_cuts_of_two_stages_a_rank_that_need_as_much_the_faster_is_taken() -> None:

@@ -10,8 +10,8 @@ from shoal.pipeline.program import PASSES, Act, Op
 from shoal.pipeline.schedules.dualpipe_v import dualpipe_v
 from shoal.pipeline.schedules.one_f_one_b import one_f_one_b
 from shoal.pipeline.schedules.zb_v import zb_v
-from shoal.pipeline.simulate import even, simulate
-from shoal.pipeline.trace import Event, Recorder, compare, costs_of, programs_of, transfers
+from shoal.pipeline.simulate import Simulation, even, simulate
+from shoal.pipeline.trace import Event, Recorder, compare, costs_of, message, programs_of, transfers
 
 ACTS = [Act(Op.RECEIVE_ACTIVATION, 1, 0, 0), Act(Op.FORWARD, 1, 0), Act(Op.BACKWARD, 1, 0), Act(Op.UPDATE)]
 
@@ -21,6 +21,7 @@ def record() -> Recorder:
 
     def perform(act: Act) -> None:
         if act.op in PASSES:
+            recorder.waits()
             recorder.arrived()
 
     recorder.on = True
@@ -37,11 +38,28 @@ def test_every_action_is_written_down_in_order_a_list_for_each_run() -> None:
     times = [time for run in runs for event in run for time in event[1:]]
     assert times == sorted(times)
     assert runs[0][0].ready == runs[0][0].start, "a receive waits for nothing"
+    assert all(event.waited + event.took == pytest.approx(event.stop - event.start) for run in runs for event in run)
+
+
+def test_what_is_done_before_an_input_is_waited_for_is_no_waiting() -> None:
+    recorder, clock = Recorder(), iter((10.0, 13.0, 14.0, 16.0))
+
+    def perform(_: Act) -> None:
+        recorder.waits()
+        recorder.arrived()
+
+    recorder.on = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shoal.pipeline.trace.time.time", lambda: next(clock))
+        recorder.around(perform)(ACTS[1])
+    assert recorder.runs == [[(ACTS[1], 10.0, 13.0, 14.0, 16.0)]]
+    assert (recorder.runs[0][0].waited, recorder.runs[0][0].took) == (1.0, 5.0)
 
 
 def test_nothing_stands_between_an_executor_and_its_actions_while_off() -> None:
     recorder = Recorder()
     assert recorder.around(print) is print
+    recorder.waits()
     recorder.arrived()
     assert recorder.runs == []
 
@@ -51,13 +69,26 @@ def test_events_survive_the_way_through_json() -> None:
         assert Event.read(json.loads(json.dumps(event.as_json()))) == event
 
 
+def ran_as(simulation: Simulation) -> list[list[Event]]:
+    """Each action waits from where the one before it on its rank has ended."""
+    return [
+        [
+            Event(span.act, before, before, span.start, span.stop)
+            for before, span in zip([0.0, *(span.stop for span in spans)], spans, strict=False)
+        ]
+        for spans in simulation.spans
+    ]
+
+
+@pytest.mark.parametrize("transfer", [0.0, 0.5])
 @pytest.mark.parametrize("passes", [one_f_one_b(4, 8), zb_v(4, 8)])
-def test_what_runs_as_simulated_is_not_late(passes: tuple) -> None:
+def test_what_runs_as_simulated_is_not_late(passes: tuple, transfer: float) -> None:
+    """However long messages take."""
     programs = lower(passes)
-    costs = even(4, len(programs[0].stages), forward=2.0, input_gradient=3.0, weight_gradient=1.0)
+    chunks = len(programs[0].stages)
+    costs = even(4, chunks, forward=2.0, input_gradient=3.0, weight_gradient=1.0, transfer=transfer)
     simulation = simulate(programs, costs)
-    ran = [[Event(act, start, start, stop) for act, start, stop in spans] for spans in simulation.spans]
-    found = compare(programs, ran)
+    found = compare(programs, ran_as(simulation))
     assert found.took == pytest.approx(found.expected) == pytest.approx(simulation.makespan)
     assert len(found.passes) == sum(act.op in PASSES for program in passes for act in program.actions)
     assert max(abs(one.late) for one in found.passes) < 1e-9
@@ -69,9 +100,9 @@ def test_a_pass_that_started_too_late_is_late_and_so_is_what_waits_for_it() -> N
     slow = 100.0 + 0.5
     ran = [
         [
-            Event(act, start + 100, start + (slow if rank == 1 or act.op is Op.BACKWARD else 100), stop + slow)
+            Event(act, *(start + slow,) * 3, stop + slow)
             if rank == 1 or act.op is Op.BACKWARD
-            else Event(act, start + 100, start + 100, stop + 100)
+            else Event(act, *(start + 100,) * 3, stop + 100)
             for act, start, stop in of_rank
         ]
         for rank, of_rank in enumerate(spans)
@@ -88,19 +119,19 @@ def test_a_pass_that_started_too_late_is_late_and_so_is_what_waits_for_it() -> N
 @pytest.mark.parametrize("passes", [one_f_one_b(4, 8), zb_v(4, 8), dualpipe_v(2, 5)])
 def test_the_programs_are_read_off_what_ran(passes: tuple) -> None:
     programs = lower(passes)
-    assert programs_of([[Event(act, 0.0, 0.0, 0.0) for act in one.actions] for one in programs]) == tuple(
+    assert programs_of([[Event(act, 0.0, 0.0, 0.0, 0.0) for act in one.actions] for one in programs]) == tuple(
         replace(one, stages=tuple(sorted(one.stages))) for one in programs
     )
 
 
-def test_passes_take_what_they_took_on_average_once_they_had_what_they_waited_for() -> None:
+def test_passes_take_what_they_took_on_average_but_for_waiting() -> None:
     events = [
-        Event(Act(Op.FORWARD, 0, 0), 0.0, 1.0, 3.0),
-        Event(Act(Op.FORWARD, 0, 1), 3.0, 3.0, 7.0),
-        Event(Act(Op.BACKWARD, 0, 0), 7.0, 9.0, 14.0),
-        Event(Act(Op.INPUT_GRADIENT, 0, 1), 14.0, 14.0, 16.0),
-        Event(Act(Op.WEIGHT_GRADIENT, 0, 1), 16.0, 16.0, 17.0),
-        Event(Act(Op.UPDATE), 17.0, 17.0, 99.0),
+        Event(Act(Op.FORWARD, 0, 0), 0.0, 0.0, 1.0, 3.0),
+        Event(Act(Op.FORWARD, 0, 1), 3.0, 3.0, 3.0, 7.0),
+        Event(Act(Op.BACKWARD, 0, 0), 7.0, 8.0, 10.0, 14.0),
+        Event(Act(Op.INPUT_GRADIENT, 0, 1), 14.0, 14.0, 14.0, 16.0),
+        Event(Act(Op.WEIGHT_GRADIENT, 0, 1), 16.0, 16.0, 16.0, 17.0),
+        Event(Act(Op.UPDATE), 17.0, 17.0, 17.0, 99.0),
     ]
     costs = costs_of(events, stages=2, transfer=0.5)
     taken = [costs.time(event.act) for event in events]
@@ -111,15 +142,19 @@ def test_passes_take_what_they_took_on_average_once_they_had_what_they_waited_fo
 
 def test_a_message_took_what_a_pass_waited_for_it_after_it_was_sent() -> None:
     first = [
-        Event(Act(Op.SEND_ACTIVATION, 0, 0, 1), 1.0, 1.0, 1.1),
-        Event(Act(Op.SEND_ACTIVATION, 0, 1, 1), 2.0, 2.0, 2.1),
-        Event(Act(Op.BACKWARD, 0, 0), 2.5, 8.75, 9.0),
+        Event(Act(Op.SEND_ACTIVATION, 0, 0, 1), 1.0, 1.0, 1.0, 1.1),
+        Event(Act(Op.SEND_ACTIVATION, 0, 1, 1), 2.0, 2.0, 2.0, 2.1),
+        Event(Act(Op.SEND_ACTIVATION, 0, 2, 1), 3.0, 3.0, 3.0, 3.1),
+        Event(Act(Op.BACKWARD, 0, 0), 2.5, 2.5, 8.75, 9.0),
     ]
     second = [
-        Event(Act(Op.FORWARD, 1, 0), 0.5, 1.25, 5.0),
-        Event(Act(Op.FORWARD, 1, 1), 5.0, 5.0, 6.0),  # it was there already, since when nobody knows
-        Event(Act(Op.INPUT_GRADIENT, 1, 0), 6.0, 6.0, 8.0),
-        Event(Act(Op.SEND_GRADIENT, 1, 0, 0), 8.25, 8.25, 8.25),
+        Event(Act(Op.FORWARD, 1, 0), 0.25, 0.5, 1.25, 2.5),
+        Event(Act(Op.FORWARD, 1, 2), 2.5, 3.5, 3.75, 5.0),  # it may have been there when this began to wait
+        Event(Act(Op.FORWARD, 1, 1), 5.0, 5.0, 5.0, 6.0),  # it was there already, since when nobody knows
+        Event(Act(Op.INPUT_GRADIENT, 1, 0), 6.0, 6.0, 6.0, 8.0),
+        Event(Act(Op.SEND_GRADIENT, 1, 0, 0), 8.25, 8.25, 8.25, 8.25),
     ]
     assert list(transfers([first, second], (0, 1))) == [0.5, 0.25]
+    assert message([first, second], (0, 1)) == 0.375
     assert list(transfers([[*first[:2], *second]], (0, 0))) == [], "what stays on a rank is no message"
+    assert message([[*first[:2], *second]], (0, 0)) is None

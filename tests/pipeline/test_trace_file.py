@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
+from shoal.layout import Layout
 from shoal.pipeline.program import Act, Op
 from shoal.pipeline.trace import Event
-from shoal.pipeline.trace_file import Trace, from_chrome, to_chrome
+from shoal.pipeline.trace_file import Trace, from_chrome, steps_traced, to_chrome
 
 EVENTS = [
-    Event(Act(Op.RECEIVE_ACTIVATION, 1, 0, 0), 5.0, 5.0, 5.25),
-    Event(Act(Op.FORWARD, 1, 0), 5.25, 6.0, 7.0),
-    Event(Act(Op.UPDATE), 7.0, 7.0, 7.5),
+    Event(Act(Op.RECEIVE_ACTIVATION, 1, 0, 0), 5.0, 5.0, 5.0, 5.25),
+    Event(Act(Op.FORWARD, 1, 0), 5.25, 5.5, 6.0, 7.0),
+    Event(Act(Op.UPDATE), 7.0, 7.0, 7.0, 7.5),
 ]
 TRACE = Trace("pp=2,dp=2,mb=3", "1f1b", 3, ((0, 2), (1, 3)), first=3, runs=([EVENTS, EVENTS],) * 4)
 
@@ -32,7 +33,7 @@ def test_a_process_for_each_rank_and_a_row_for_each_stage() -> None:
     assert [(one["name"], one["tid"], one["cat"], one["ts"], one["dur"]) for one in spans] == [
         ("RA1.0<0", 2, "message", 0, 250_000),
         ("F1.0", 2, "pass", 250_000, 1_750_000),
-        ("wait", 2, "wait", 250_000, 750_000),
+        ("wait", 2, "wait", 500_000, 500_000),
         ("U", 0, "step", 2_000_000, 500_000),
     ]
     what = spans[1]["args"]
@@ -55,6 +56,20 @@ def test_it_is_read_back() -> None:
         assert [[event.act for event in run] for run in runs] == [[event.act for event in EVENTS]] * 2
         times = [[time - 5.0 for time in event[1:]] for event in EVENTS]
         assert [[*event[1:]] for event in runs[1]] == [pytest.approx(one) for one in times]
+
+
+@pytest.mark.parametrize(
+    ("line", "steps"),
+    [
+        ("pp=8,mb=2", range(2, 5)),
+        ("pp=2:2bw,mb=4", range(2, 6)),
+        ("pp=4:pipedream,mb=1", range(4, 10)),
+        ("pp=8:pipedream,mb=2", range(4, 11)),
+    ],
+)
+def test_which_steps_are_written_down(line: str, steps: range) -> None:
+    """Three, after two; in a stream that is full, and until the last rank has done them."""
+    assert steps_traced(Layout.parse(line)) == steps
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from shoal.build import list_costs, passes_of, shares_of
-from shoal.config import load
+from shoal.build import DTYPES, list_costs, passes_of, shares_of
+from shoal.config import Optimizer, load
 from shoal.layout import Layout
 from shoal.pipeline.layer_costs import LayerCosts
 from shoal.pipeline.simulate import simulate
-from shoal.report.measured import Measured, measured_report, to_do_with, with_measured
+from shoal.pipeline.stream import STREAMS
+from shoal.report.measured import Asked, Measured, measured_report, states_of, to_do_with, with_measured
 from shoal.report.pipeline import pipeline
 from shoal.train.setup import make_model
 
@@ -30,10 +32,13 @@ COSTS = LayerCosts(
 )
 
 
-def found(line: str, **options: object) -> Measured:
+ADAMW = Optimizer()
+
+
+def found(line: str, costs: LayerCosts = COSTS, **options: object) -> Measured:
     layout = Layout.parse(line)
     model = make_model(CONFIG, layout)
-    return with_measured(layout, model.layers(), model.roles, COSTS, **options)  # type: ignore[arg-type]
+    return with_measured(layout, model.layers(), model.roles, costs, ADAMW, **options)  # type: ignore[arg-type]
 
 
 def test_stages_are_balanced_by_what_was_measured() -> None:
@@ -57,12 +62,53 @@ def test_stages_may_be_balanced_by_memory() -> None:
     assert by_memory.seen.makespan >= by_time.seen.makespan
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("pp=2,mb=4", (16, 16)),
+        ("pp=2,mb=4,dtype=float64", (32, 32)),
+        ("pp=2,mb=4,dtype=bf16", (18, 18)),
+        ("pp=2,mb=4,dtype=bf16{grads=bf16}", (16, 16)),
+        ("dp=4,pp=2,mb=4,zero=1", (10, 10)),
+        ("dp=4,pp=2,mb=4,zero=1/2", (12, 12)),
+        ("dp=4,pp=2,mb=4,zero=1,dtype=bf16", (9, 9)),
+        ("dp=4,pp=2,mb=4,zero=3", (12, 12)),  # its parts beside what is whole
+        ("pp=3:pipedream,mb=4", (28, 24, 20)),
+        ("pp=3:pipedream-vertical,mb=4", (28, 28, 28)),
+        ("pp=2:pipedream,mb=4,dtype=bf16", (20, 18)),
+        ("dp=2,pp=2:2bw,mb=4,zero=1", (22, 18)),
+    ],
+)
+def test_bytes_of_a_parameter_are_those_that_the_docs_have(line: str, expected: tuple[int, ...]) -> None:
+    """Of weights and their versions, gradients, masters and moments: docs/precision.md, zero.md and pipeline.md."""
+    layout = Layout.parse(line)
+    name, size = layout.schedule, DTYPES[layout.dtype].itemsize
+    passes = passes_of(layout) if name == "1f1b" else STREAMS[name](layout.pp, layout.mb, 5)
+    assert [size * each for each in states_of(layout, ADAMW, passes)] == pytest.approx(expected)
+
+
+def test_bytes_of_a_parameter_are_those_of_the_optimizer() -> None:
+    layout = Layout.parse("pp=2,mb=4")
+    for optimizer, states in ((Optimizer(name="sgd"), 2), (Optimizer(name="sgd", momentum=0.9), 3), (ADAMW, 4)):
+        assert states_of(layout, optimizer, passes_of(layout)) == (states, states)
+    half, rounded = Layout.parse("pp=2,mb=4,dtype=bf16"), Optimizer(rounding="stochastic")
+    assert states_of(half, rounded, passes_of(half)) == (7, 7), "14 bytes"
+
+
+def test_balancing_by_memory_counts_parameters_and_the_versions_that_there_are() -> None:
+    """Parameters are all that counts here. The first of four ranks of PipeDream keeps 32 bytes of each, the last 20."""
+    nothing = (0,) * 8
+    heavy = replace(COSTS, held=nothing, kept=nothing, output=nothing, parameters=(50, *[100] * 6, 50))
+    for line, blocks in (("pp=2,mb=4", (3, 3)), ("pp=4:pipedream,mb=4", (1, 1, 2, 2)), ("pp=4,mb=4", (1, 2, 2, 1))):
+        assert found(line, heavy, by="memory").layout.stage_layers == blocks
+
+
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
 def test_of_even_stages_it_is_the_schedule_on_a_clock_of_milliseconds(name: str) -> None:
     alike = LayerCosts(*([0.0, *[time] * 4, 0.0] for time in BLOCK), (0,) * 6, (0,) * 6, (0,) * 6)
     layout = Layout.parse(f"pp=2:{name},mb=4")
     model = make_model(load(RUN, ["model.layers=4"]), layout)
-    seen = with_measured(layout, model.layers(), model.roles, alike, transfer=0.001).seen
+    seen = with_measured(layout, model.layers(), model.roles, alike, ADAMW, transfer=0.001).seen
     times = seen.times
     expected = pipeline(name, 2, 4, times=times)
     assert times == pytest.approx((20, 30, 10, 1))
@@ -119,6 +165,22 @@ def test_a_person_is_told_stages_bubble_bytes_and_what_to_do() -> None:
     text = console.export_text()
     for words in ("list: 2 ranks, 4 micro-batches", "milliseconds", "embed, blocks 0–3", "bubble/time", "peak MiB"):
         assert words in text
-    commands = [shlex.split(command) for _, command in to_do_with(seen, RUN)]
+    commands = [shlex.split(command) for _, command in to_do_with(seen, RUN, str(seen.layout), Asked())]
     assert [command[1] for command in commands] == ["train", "schedule"]
     assert Layout.parse(commands[0][-1]) == seen.layout
+
+
+@pytest.mark.parametrize(
+    ("line", "other"),
+    [
+        ("pp=2:zb-v,mb=4", "list -p 2 -m 4 -v 2"),
+        ("pp=2:zb-h1,mb=4", "list -p 2 -m 4"),
+        ("pp=2:list,mb=4", "1f1b -p 2 -m 4"),
+        ("pp=2:list/2,mb=3", "zb-v -p 2 -m 3"),
+        ("pp=2:list/3,mb=3", "breadth-first -p 2 -m 3 -v 3"),
+    ],
+)
+def test_another_schedule_has_as_many_stages(line: str, other: str) -> None:
+    seen = found(line)
+    *_, (_, command) = to_do_with(seen, RUN, str(seen.layout), Asked())
+    assert command == f"shoal schedule {other} --run {RUN}"

@@ -11,13 +11,14 @@ from traces import late, made_up
 from shoal.errors import ConfigError
 from shoal.pipeline.program import PASSES, Op
 from shoal.pipeline.trace import Event
+from shoal.pipeline.trace_file import Trace
 from shoal.report.overlay import Overlay, overlay
 from shoal.report.overlay_words import figures, next_steps
 
 LAYOUTS = [
     "pp=4,mb=8", "pp=3:gpipe,mb=4", "pp=4:1f1b-overlap,mb=6", "pp=2:interleaved,mb=4", "pp=2:zb-v,mb=4",
     "pp=4:zb-h2,mb=8", "pp=2:dualpipe-v,mb=5", "pp=2:list/2,mb=3", "mb=3", "pp=4:pipedream,mb=4", "pp=3:pipedream,mb=1",
-    "pp=3:pipedream-vertical,mb=3", "pp=4:2bw,mb=4", "pp=1:2bw,mb=2",
+    "pp=4:pipedream,mb=1", "pp=8:pipedream,mb=2", "pp=3:pipedream-vertical,mb=3", "pp=4:2bw,mb=4", "pp=1:2bw,mb=2",
 ]  # fmt: skip
 
 
@@ -55,13 +56,42 @@ def test_the_bubble_is_that_of_the_schedule() -> None:
 
 def test_a_steady_step_of_a_stream_takes_what_its_slowest_rank_works() -> None:
     seen = overlay(made_up("pp=4:pipedream,mb=4"))
-    assert (seen.step, seen.is_stream) == (4, True)
+    assert (seen.step, seen.is_stream) == (5, True)
     assert seen.measured.length == pytest.approx(4 * 45, abs=1e-6)
     assert seen.measured.busy[-1] == pytest.approx(1, abs=1e-6)
     assert seen.measured.end <= seen.measured.length + 1e-9
     numbers = {one.act.micro_batch for lane in seen.measured.lanes for one in lane if one.act.op in PASSES}
     assert numbers == set(range(-3, 4)), "those of the steps before are below zero"
     assert "whole step" not in {figure.name for figure in figures(seen)}
+
+
+def test_an_update_of_the_batch_before_is_told_from_that_of_a_step() -> None:
+    acts = {str(one.act) for lane in overlay(made_up("pp=4:pipedream,mb=4")).measured.lanes for one in lane}
+    assert {"U.-1", "U.-3"} <= acts
+    assert "U" not in acts
+    assert "U" in {str(one.act) for lane in overlay(made_up("pp=4,mb=2")).measured.lanes for one in lane}
+
+
+def working_before(trace: Trace, by: float) -> Trace:
+    """A rank does the first part of a pass while it waits, where it waits so long."""
+
+    def one(event: Event) -> Event:
+        return event._replace(waits=event.start + by) if event.act.op in PASSES and event.waited > by else event
+
+    return replace(trace, runs=tuple([[one(event) for event in run] for run in runs] for runs in trace.runs))
+
+
+def test_what_a_rank_does_before_it_waits_is_work() -> None:
+    trace = made_up("pp=2,mb=3")
+    waiting, working = overlay(trace), overlay(working_before(trace, 0.004))
+    assert working.measured.length == waiting.measured.length
+    for rank, lane in enumerate(working.measured.lanes):
+        before = sum(one.before for one in lane)
+        assert before == pytest.approx(4.0 * sum(wait.rank == rank and wait.act.op in PASSES for wait in working.waits))
+        more = working.measured.busy[rank] - waiting.measured.busy[rank]
+        assert more == pytest.approx(before / waiting.measured.length)
+        assert waiting.measured.waiting[rank] - working.measured.waiting[rank] == pytest.approx(more)
+    assert working.times[0][Op.BACKWARD] > waiting.times[0][Op.BACKWARD]
 
 
 def test_a_message_that_came_late_is_the_longest_wait_beyond_the_simulation() -> None:
@@ -111,7 +141,7 @@ def test_a_step_or_rank_that_is_not_there_is_refused() -> None:
         overlay(made_up("pp=2,mb=2"), step=9)
     with pytest.raises(ConfigError, match=r"--rank = 2: the trace is of 2 ranks; use --rank 0"):
         overlay(made_up("pp=2,mb=2"), rank=2)
-    with pytest.raises(ConfigError, match=r"--step = 3: the whole steps of the trace are 4; use 4"):
+    with pytest.raises(ConfigError, match=r"--step = 3: the whole steps of the trace are 4, 5; use 4"):
         overlay(made_up("pp=2:2bw,mb=2"), step=3)
 
 
@@ -134,8 +164,16 @@ def test_a_stream_that_began_anew_has_no_steady_step() -> None:
         return [event._replace(act=event.act._replace(micro_batch=event.act.micro_batch - first)) for event in run]
 
     broken = replace(trace, runs=tuple([runs[0], runs[1], anew(list(runs[2]))] for runs in trace.runs))
-    with pytest.raises(ConfigError, match=r"takes three in a row without a drain; .* evaluation.every=0"):
+    with pytest.raises(ConfigError, match=r"takes 3 in a row without a drain; .* evaluation.every=0"):
         overlay(broken)
+
+
+def test_a_trace_of_a_stream_that_is_too_short_is_told_so() -> None:
+    trace = made_up("pp=4:pipedream,mb=1")
+    short = replace(trace, runs=tuple(list(runs)[:3] for runs in trace.runs))
+    problem = r"with 3 steps it is too short for a whole one of 4 ranks: that takes 5 in a row"
+    with pytest.raises(ConfigError, match=f"{problem}; .* --trace, where 10 steps are left to make"):
+        overlay(short)
 
 
 # ---- words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -97,6 +98,25 @@ def test_whoever_points_at_an_action_is_told_what_it_is_and_what_it_waited() -> 
     assert any(str(title).startswith("the update: ") for title in titles)
     passes = sum(one.act.op in PASSES for lane in (*seen.measured.lanes, *seen.simulated.lanes) for one in lane)
     assert sum(" pass of stage " in str(title) for title in titles) == passes
+
+
+def test_what_was_done_before_a_wait_is_drawn_before_it() -> None:
+    seen = seen_of("pp=4,mb=8")
+    (rank, at, one) = next(
+        (rank, at, one)
+        for rank, lane in enumerate(seen.measured.lanes)
+        for at, one in enumerate(lane)
+        if one.act.op in PASSES and one.waited > 1
+    )
+    lanes = list(seen.measured.lanes)
+    lanes[rank] = (*lanes[rank][:at], one._replace(waited=one.waited - 1, before=1.0), *lanes[rank][at + 1 :])
+    root = ET.fromstring(overlay_svg(replace(seen, measured=replace(seen.measured, lanes=tuple(lanes)))))
+    (drawn,) = [group for group in root.iter(f"{SVG}g") if len(group.findall(f"{SVG}rect")) > 1]
+    before, after = ([float(box.attrib[key]) for key in ("x", "width")] for box in drawn.findall(f"{SVG}rect"))
+    unit = (after[1] + 1) / (one.stop - one.start)
+    assert before[0] == pytest.approx(after[0] - one.waited * unit, abs=1)
+    assert before[1] == pytest.approx(unit, abs=2)
+    assert str(drawn.findtext(f"{SVG}title")).endswith("and, before that, working 1.00 ms")
 
 
 @pytest.mark.parametrize("line", LAYOUTS)

@@ -17,20 +17,21 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("layout", "stages", "simulated"),
+    ("layout", "stages", "steps", "simulated"),
     [
-        ("pp=2:zb-v,mb=4", [[0, 3], [1, 2]], True),
-        ("dp=2", [[0], [0]], True),
-        ("pp=2:pipedream,mb=4", [[0], [1]], False),
+        ("pp=2:zb-v,mb=4", [[0, 3], [1, 2]], (3, 4, 5), True),
+        ("dp=2", [[0], [0]], (3, 4, 5), True),
+        ("pp=2:pipedream,mb=4", [[0], [1]], (3, 4, 5, 6), False),
     ],
 )
-def test_a_traced_run_leaves_three_steps_after_two(
+def test_a_traced_run_leaves_the_steps_after_two(
     store: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     layout: str,
     stages: list[list[int]],
+    steps: tuple[int, ...],
     simulated: bool,
 ) -> None:
     file = write_run(tmp_path, store)
@@ -39,7 +40,7 @@ def test_a_traced_run_leaves_three_steps_after_two(
     )
     assert (result.code, result.err) == (0, "")
     path = tmp_path / "out" / "run" / "trace.json"
-    assert f"trace of steps 3 to 5: {path}" in result.out
+    assert f"trace of steps 3 to {steps[-1]}: {path}; shoal report {path.parent} lays it over" in result.out
     (told,) = events(tmp_path / "out" / "run", "trace")
     assert ("late" in told) == simulated
     if simulated:
@@ -50,14 +51,20 @@ def test_a_traced_run_leaves_three_steps_after_two(
     for rank, of_rank in enumerate(stages):
         passes = [one for one in spans if one["pid"] == rank and one["cat"] == "pass"]
         assert sorted({one["tid"] - 1 for one in passes}) == of_rank
-        assert {one["args"]["step"] for one in passes} == {3, 4, 5}
+        assert {one["args"]["step"] for one in passes} == {*steps}
+        if "pp" in layout:
+            taken_in = [one["args"] for one in passes if one["args"]["waited_us"]]
+            assert all(args["before_us"] > 0 for args in taken_in), "a rank does what it can before it waits"
         ends = [one["ts"] + one["dur"] for one in passes]
         starts = [one["ts"] for one in passes]
         assert all(end <= start + 1 for end, start in zip(ends, starts[1:], strict=False)), "one thing after another"
     report = Shoal(capfd, monkeypatch)("report", tmp_path / "out" / "run", "--json")
     assert (report.code, report.err) == (0, "")
     said = json.loads(report.out)
-    assert said["step"] in ((3, 4, 5) if simulated else (4,))
+    assert said["step"] in (steps if simulated else (4, 5))
+    if simulated:
+        both = [told["passes_ms"], told["simulated_ms"]]
+        assert [*said["step_ms"].values()] == pytest.approx(both, rel=1e-6), "the same step and the same simulation"
     assert said["stages"] == (stages if "pp" in layout else stages[:1])
     assert said["layout"] == str(Layout.parse(f"{layout},dtype=float64"))
     for measured, simulation in zip(said["timeline"]["measured"], said["timeline"]["simulated"], strict=True):
