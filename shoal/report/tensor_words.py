@@ -91,7 +91,12 @@ def _box_cost(grid: Grid) -> str:
     formula = "+".join(f"{times}({axis}−1){what}" for times, axis, _, what in terms)
     words = _terms(*((times * (side - 1) / prod(grid), what) for times, _, side, what in terms))
     total = f"({formula})/P" if len(terms) > 1 else f"{formula}/P"
-    return f"{'; '.join(moves)}; {_LINEAR}: {total} = {words}" + ", in second linears with b and c exchanged" * (b != c)
+    second = ", in second linears with b and c exchanged" * (b != c)
+    if b == 1 < c:
+        second = ", in second linears 2(c−1)MN instead of 3(c−1)MK"
+    elif c == 1 < b:
+        second = ", in second linears 3(b−1)MK instead of 2(b−1)MN"
+    return f"{'; '.join(moves)}; {_LINEAR}: {total} = {words}{second}"
 
 
 def _terms(*terms: tuple[float, str]) -> str:

@@ -156,6 +156,8 @@ def test_each_part_of_a_layout_is_told_with_its_size() -> None:
         ),
         ("tp=8:3d", r"/P = 0.375·MK \+ 0.375·KN \+ 0.25·MN$"),
         ("tp=6:1x2x3", r"/P = 1·MK \+ 0.333·MN, in second linears with b and c exchanged$"),
+        ("tp=4:2x1x2", r", in second linears 2\(c−1\)MN instead of 3\(c−1\)MK$"),
+        ("tp=4:2x2x1", r", in second linears 3\(b−1\)MK instead of 2\(b−1\)MN$"),
         ("tp=4:4x1x1", r"rows \(outputs\) uncut, columns \(inputs\) over a; .* of the stream samples over a\n"),
         ("dp=2,tp=8:3d,zero=1", "optimizer states are divided by 2, those of vectors by 4, over a too\n"),
         (
