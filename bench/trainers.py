@@ -53,7 +53,7 @@ class Case:
 
 
 Peer = Callable[[Case, World], Step]
-"""Makes a peer on this rank. It may use the default process group, which is the world's."""
+"""Makes a peer on this rank. It may use the default process group, which is there by then."""
 
 
 def shoal(case: Case, layout: Layout, world: World) -> Step:

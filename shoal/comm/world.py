@@ -100,6 +100,7 @@ class World:
         self._backends: dict[tuple[tuple[int, ...], str], Backend] = {}
         self._store: dist.Store | None = None
         self._links: Links | None = None
+        self._made_default = False
         self._heard = 0
         if size == 1:
             return
@@ -147,6 +148,7 @@ class World:
                 timeout=self._timeout,
                 device_id=self.device if nccl else None,
             )
+            self._made_default = True
             dist.barrier()
 
     @property
@@ -219,7 +221,7 @@ class World:
             if self._links:
                 self._links.close()
                 self._links = None
-            if dist.is_initialized():
+            if self._made_default:  # whoever has made it before is to end it
                 dist.destroy_process_group()
 
     def __enter__(self) -> World:

@@ -216,6 +216,22 @@ def leave_by_error(world: World, meeting: str) -> bool:
     return dist.is_initialized()
 
 
+def keep_default(world: World, meeting: str) -> bool:
+    """A default group that was there before a world is there after it."""
+    store = dist.FileStore(meeting, world.size)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    try:
+        world.default_group()
+        world.close()
+        return dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_default_group_of_somebody_else_outlives_the_world(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(keep_default, str(tmp_path / "store"), ranks=2) == [True, True]
+
+
 def test_groups_end_with_their_world_even_when_it_ends_by_an_error(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(leave_twice, ranks=2) == [[True, False]] * 2
     assert pool.run(leave_by_error, str(tmp_path / "store"), ranks=2) == [False] * 2
