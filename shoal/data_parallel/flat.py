@@ -57,11 +57,11 @@ class Flat:
         self.mixed = trains and (versions or (masters and wide != bucket.dtype))
         self.buffered = trains and not (bucket.alone and self.grad_dtype == bucket.dtype)
         mine = slice(bucket.low, bucket.high)
-        exact = self._initial(wide if trains and masters else bucket.dtype)
-        self.params = exact.to(bucket.dtype)
-        self._zeros = partial(torch.zeros, device=bucket.device) if bucket.alone else zeros
-        if keep_params and not undivided:  # others gather this rank's part of them
-            self.params = self._zeros(bucket.size, dtype=bucket.dtype).copy_(exact)
+        plain = partial(torch.zeros, device=bucket.device)
+        self._zeros = plain if bucket.alone else zeros
+        gathered = zeros if keep_params and not undivided else plain
+        exact = self._initial(wide if trains and masters else bucket.dtype, gathered)
+        self.params = exact if exact.dtype == bucket.dtype else gathered(bucket.size, dtype=bucket.dtype).copy_(exact)
         for slot in bucket.slots:
             slot.held.parameter.data = slot.of(self.params)
         self.faces: Sequence[nn.Parameter] = [slot.held.parameter for slot in bucket.slots]
@@ -78,8 +78,8 @@ class Flat:
         make = self._zeros if self.keep_grads else partial(torch.zeros, device=self.bucket.device)
         return make(self.bucket.size, dtype=self.grad_dtype)
 
-    def _initial(self, dtype: torch.dtype) -> Tensor:
-        values = torch.zeros(self.bucket.size, dtype=dtype, device=self.bucket.device)
+    def _initial(self, dtype: torch.dtype, zeros: Zeros) -> Tensor:
+        values = zeros(self.bucket.size, dtype=dtype)
         with torch.no_grad():
             for slot in self.bucket.slots:
                 slot.of(values).copy_(slot.held.values(dtype))
