@@ -5,6 +5,7 @@ Unknown keys are refused with their nearest match; every error names the setting
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -355,29 +356,35 @@ def _explain(fault: Any) -> str:
     place = [str(part) for part in fault["loc"] if not str(part).startswith(("function-", "constrained-", "literal["))]
     name = ".".join(place)
     if fault["type"] == "extra_forbidden":
-        known = _keys(place[:-1])
+        known = _fields(place[:-1])
         return f"{name}: unknown key{nearest(place[-1], known)}; known here: {', '.join(sorted(known))}"
     if fault["type"] == "missing" and isinstance(fault["loc"][-1], str):
         return f"{name}: missing; the run file must set it"
     if fault["type"] == "value_error":
         return f"{name}.{fault['ctx']['error']}".lstrip(".")
-    return setting(
-        name,
-        fault["input"],
-        fault["msg"][0].lower() + fault["msg"][1:] + _nearest_choice(fault),
-        "see --print-config for legal values",
-    )
-
-
-def _nearest_choice(fault: Any) -> str:
+    if place[0] == "layout" and len(place) > 1:
+        legal = 'use one of them, as in dp = 2 or tp = "4:2d"'
+        return setting(".".join(place[:2]), fault["input"], "is neither a whole number nor text", legal)
     choices = re.findall("'([^']*)'", fault["ctx"]["expected"]) if fault["type"] == "literal_error" else []
-    return nearest(str(fault["input"]), choices)
+    problem = fault["msg"][0].lower() + fault["msg"][1:] + nearest(str(fault["input"]), choices)
+    return setting(name, fault["input"], problem, _legal([part for part in place if not part.isdigit()], choices))
 
 
-def _keys(place: Sequence[str]) -> list[str]:
+def _legal(place: Sequence[str], choices: Sequence[str]) -> str:
+    """What the setting at ``place`` can be, which may be one of some ``choices``."""
+    field = _fields(place[:-1])[place[-1]]
+    if field.is_required():
+        number = "8" if field.annotation in (int, float) else ""
+        return f"use {number or choices[0]}" if number or choices else f"it is a {field.description or 'section'}"
+    if field.default_factory is not None or field.default in (None, ()) or isinstance(field.default, Section):
+        return "leave it out"
+    return f"its default is {json.dumps(field.default, default=str)}"
+
+
+def _fields(place: Sequence[str]) -> dict[str, Any]:
     model: Any = Config
     for part in place:
         if not part.isdigit():  # a place in a list of sections
             kind = model.model_fields[part].annotation
             model = next((one for one in get_args(kind) if hasattr(one, "model_fields")), kind)
-    return list(model.model_fields)
+    return dict(model.model_fields)

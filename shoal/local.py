@@ -13,7 +13,7 @@ from shoal.errors import ConfigError
 from shoal.mesh import Coords, Grid, Mesh
 from shoal.model import init
 from shoal.model.roles import REPLICATED, Role, RoleTable, role_of
-from shoal.placement import Fragment, Holders, Placement, Rule, holders, whole
+from shoal.placement import Census, Fragment, Holders, Placement, Rule, whole
 
 
 class Interpreter(Protocol):
@@ -70,6 +70,17 @@ class LocalParameter:
         ]
 
 
+@dataclass(frozen=True)
+class LogicalParameter:
+    """A parameter of the whole model, the units (layers) that use it, and who holds which part of it."""
+
+    name: str
+    parameter: nn.Parameter
+    units: tuple[int, ...]
+    census: Census
+    role: Role
+
+
 def lay_out(
     module: nn.Module,
     layers: Sequence[tuple[str, nn.Module]],
@@ -84,6 +95,18 @@ def lay_out(
     ``units_of`` are the units of each pipeline rank (one that has them all, unless told). A parameter that several
     ranks' layers share is held by each.
     """
+    return held_at(coords, logical_parameters(module, layers, roles, interpreter, grid, units_of), units_of)
+
+
+def logical_parameters(
+    module: nn.Module,
+    layers: Sequence[tuple[str, nn.Module]],
+    roles: RoleTable,
+    interpreter: Interpreter,
+    grid: Grid,
+    units_of: Sequence[Collection[int]] = (),
+) -> list[LogicalParameter]:
+    """Every parameter of ``module``, once. Of them :func:`held_at` finds what a rank holds, for any number of ranks."""
     users: dict[nn.Parameter, list[int]] = {}
     for unit, (_, layer) in enumerate(layers):
         for parameter in layer.parameters():
@@ -96,11 +119,26 @@ def lay_out(
         if (units := users.get(parameter, [])) == []:
             raise ConfigError(f"Engine: {name} belongs to none of the layers; put it into the layer that uses it")
         if len(units_of) > 1:
-            held_by = frozenset(at for at, theirs in enumerate(units_of) if any(unit in theirs for unit in units))
-            rule, units = _on_ranks(rule, held_by), [unit for unit in units if unit in units_of[coords["pp"]]]
-        if (placement := rule.at(coords)) is not None:
-            who = holders(rule, grid, coords)
-            found.append(LocalParameter(name, parameter, tuple(units), placement, who, role))
+            rule = _on_ranks(
+                rule, frozenset(at for at, theirs in enumerate(units_of) if any(u in theirs for u in units))
+            )
+        found.append(LogicalParameter(name, parameter, tuple(units), Census(rule, grid), role))
+    return found
+
+
+def held_at(
+    coords: Coords, parameters: Iterable[LogicalParameter], units_of: Sequence[Collection[int]] = ()
+) -> list[LocalParameter]:
+    """Those of ``parameters`` that are held at ``coords``."""
+    found = []
+    for one in parameters:
+        if (placement := one.census.rule.at(coords)) is None:
+            continue
+        units = one.units
+        if len(units_of) > 1:
+            units = tuple(unit for unit in units if unit in units_of[coords["pp"]])
+        who = one.census.holders(coords)
+        found.append(LocalParameter(one.name, one.parameter, units, placement, who, one.role))
     return found
 
 

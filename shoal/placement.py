@@ -4,7 +4,7 @@ A logical tensor is what one device would hold, under the name it has in a check
 logical tensors: the whole of one, a block of one, or blocks of several when weights are fused (query, key and value in
 one matrix). Padding is in no piece.
 
-From a :class:`Rule`, which gives the placement at any coordinates of the mesh, :func:`holders` derives who must sum
+From a :class:`Rule`, which gives the placement at any coordinates of the mesh, a :class:`Census` derives who must sum
 gradients with whom and how often an element is held, and :func:`divide` who may shard what they hold. Nothing lists
 such groups by hand: data and context parallelism, replicated key/value heads, tied embeddings on two stages are all the
 same derivation.
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 from torch import Tensor
@@ -137,23 +137,43 @@ def stacked(parts: Sequence[tuple[str, int]], shape: Sequence[int]) -> Placement
     return Placement(tuple(shape), tuple(pieces))
 
 
-def holders(rule: Rule, grid: Grid, coords: Coords) -> tuple[Holders, ...]:
-    """For each piece held at ``coords``: every rank that holds the same box, and those that must sum with it.
+@dataclass(frozen=True)
+class Census:
+    """Who holds each piece that a ``rule`` places on a ``grid``: counted once, however many ranks then ask."""
 
-    The summing ranks are the holders less those that merely repeat the work, which differ on a duplicated axis.
-    """
-    mine = rule.at(coords)
-    assert mine is not None, "a rank derives the holders of what it holds"
-    read = tuple(axis for axis in grid.names if axis in rule.axes)
-    matches: list[list[tuple[int, ...]]] = [[] for _ in mine.pieces]
-    for place in grid.vary(coords, read):
-        theirs = rule.at(place)
-        held = set() if theirs is None else {(piece.name, piece.box) for piece in theirs.pieces}
-        for match, piece in zip(matches, mine.pieces, strict=True):
-            if (piece.name, piece.box) in held:
-                match.append(tuple(place[axis] for axis in read))
-    own = tuple((axis, coords[axis]) for axis in sorted(mine.duplicated))
-    return tuple(_expand(grid, read, tuple(match), own) for match in matches)
+    rule: Rule
+    grid: Grid
+
+    def holders(self, coords: Coords) -> tuple[Holders, ...]:
+        """For each piece held at ``coords``: every rank that holds the same box, and those that must sum with it.
+
+        The summing ranks are the holders less those that merely repeat the work, which differ on a duplicated axis.
+        """
+        mine = self.rule.at(coords)
+        assert mine is not None, "a rank derives the holders of what it holds"
+        own = tuple((axis, coords[axis]) for axis in sorted(mine.duplicated))
+        places = (tuple(self._places[piece.name, piece.box]) for piece in mine.pieces)
+        return tuple(_expand(self.grid, self._read, each, own) for each in places)
+
+    @cached_property
+    def _read(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.grid.names if axis in self.rule.axes)
+
+    @cached_property
+    def _places(self) -> dict[tuple[str, Box], list[tuple[int, ...]]]:
+        """Where on the axes that the rule reads each box of each logical tensor is."""
+        found: dict[tuple[str, Box], list[tuple[int, ...]]] = defaultdict(list)
+        for place in self.grid.vary(dict.fromkeys(self.grid.names, 0), self._read):
+            theirs = self.rule.at(place)
+            held = set() if theirs is None else {(piece.name, piece.box) for piece in theirs.pieces}
+            for piece in held:
+                found[piece].append(tuple(place[axis] for axis in self._read))
+        return found
+
+
+def holders(rule: Rule, grid: Grid, coords: Coords) -> tuple[Holders, ...]:
+    """What a :class:`Census` says to the one rank at ``coords``."""
+    return Census(rule, grid).holders(coords)
 
 
 @lru_cache(maxsize=4096)

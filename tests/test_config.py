@@ -54,7 +54,7 @@ def test_what_is_left_out_has_its_default_and_key_value_heads_are_all_heads() ->
         ({"optimizer": {"lrr": 1}}, "optimizer.lrr: unknown key (did you mean 'lr'?); known here: betas, clip,"),
         ({"optimiser": {"lr": 1}}, "optimiser: unknown key (did you mean 'optimizer'?)"),
         ({"model": {"qqq": 1}}, "model.qqq: unknown key; known here: activation"),
-        ({"model": {"layers": 0}}, "model.layers = 0: input should be greater than or equal to 1"),
+        ({"model": {"layers": 0}}, "model.layers = 0: input should be greater than or equal to 1; use 8"),
         ({"model": {"hidden": 40}}, "model.hidden = 40: must be heads (6) times an even head size; use 36"),
         ({"model": {"hidden": 18}}, "model.hidden = 18: must be heads (6) times an even head size; use 24"),
         ({"model": {"kv_heads": 4}}, "model.kv_heads = 4: must divide heads (6); use one of [1, 2, 3, 6]"),
@@ -104,9 +104,33 @@ def test_what_is_left_out_has_its_default_and_key_value_heads_are_all_heads() ->
         ),
         ({"optimizer": {"groups": [{"match": "a", "rate": 1}]}}, "optimizer.groups.0.rate: unknown key"),
         ({"optimizer": {"groups": [{"lr": 1}]}}, "optimizer.groups.0.match: missing"),
-        ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas.1 = 1.0: input should be less than 1"),
+        (
+            {"optimizer": {"betas": [0.9, 1.0]}},
+            "optimizer.betas.1 = 1.0: input should be less than 1; its default is [0.9, ",
+        ),
         ({"optimizer": {"lr": float("nan")}}, "optimizer.lr = nan: input should be a finite number"),
-        ({"run": {"name": "a/b"}}, "run.name = a/b: "),
+        (
+            {"run": {"name": "a/b"}},
+            "run.name = a/b: string should match pattern '^[A-Za-z0-9_][A-Za-z0-9._-]*$'; its default is ",
+        ),
+        (
+            {"run": {"folder": 3}},
+            "run.folder = 3: input is not a valid path for <class 'pathlib.Path'>; its default is \"out\"",
+        ),
+        ({"model": {"window": 0}}, "model.window = 0: input should be greater than or equal to 1; leave it out"),
+        ({"model": {"kv_heads": "x"}}, "model.kv_heads = x: input should be a valid integer; leave it out"),
+        (
+            {"model": {"rope_scaling": {"kind": "x", "factor": 2}}},
+            "model.rope_scaling.kind = x: input should be 'linear' or 'llama3'; use lin",
+        ),
+        (
+            {"data": {"sources": [{"path": 3}]}},
+            "data.sources.0.path = 3: input is not a valid path for <class 'pathlib.Path'>; it is a token",
+        ),
+        (
+            {"layout": {"dp": [1]}},
+            'layout.dp = [1]: is neither a whole number nor text; use one of them, as in dp = 2 or tp = "4:2d"',
+        ),
         ({"run": {"steps": "many"}}, "run.steps = many: input should be a valid integer"),
     ],
 )

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.mesh import Grid
+from shoal.mesh import Coords, Grid
 from shoal.placement import (
+    Census,
     Division,
     Holders,
     Piece,
@@ -218,3 +219,19 @@ def test_assembling_puts_boxes_in_place_and_shows_what_nobody_holds() -> None:
     torch.testing.assert_close(found, full, rtol=0, atol=0, equal_nan=True)
     scalar = assemble((), [((), torch.tensor(5.0))])
     assert scalar.item() == 5.0
+
+
+def test_a_census_asks_for_each_place_once_however_many_ranks_ask_it() -> None:
+    asked: list[Coords] = []
+
+    def place(coords: Coords) -> Placement:
+        asked.append(coords)
+        half = (4 * (coords["tp"] % 2), 4 * (coords["tp"] % 2) + 4)
+        return Placement((4,), (Piece("w", (8,), (half,), ((0, 4),)),))
+
+    grid = Grid((("dp", 3), ("tp", 32)))
+    census = Census(Rule(place, frozenset({"tp"})), grid)
+    for rank in range(grid.size):
+        (found,) = census.holders(grid.coords(rank))
+        assert found.copies == found.summing == tuple(range(rank % 2, grid.size, 2))
+    assert len(asked) == grid.size + 32, "a rank asks where it is itself"

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
+from shoal.errors import LayoutError
 from shoal.layout import kinds, rules
 from shoal.layout import text as layout_text
 from shoal.layout.kinds import Grid, Times
@@ -45,6 +46,7 @@ BUILT: dict[str, tuple[str, ...]] = {
     "dtype": ("float32", "float64", "bf16", "fp16"),
 }
 
+_OFFERED = ("dp", "mb", *BUILT)
 # For messages: what a key's kinds are called, and how the grammar writes the part before the kind.
 _FEATURES = {
     "tp": ("tensor parallelism", "=N:"),
@@ -160,14 +162,25 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> Layout:
         """The layout of a line such as ``dp=2,tp=4:2d,zero=3``. Raises ``LayoutError``."""
-        return cls(**layout_text.read_line(text))
+        return cls._of(layout_text.read_line(text, _OFFERED))
 
     @classmethod
     def from_table(cls, table: Mapping[str, object]) -> Layout:
         """The layout of a run file's ``[layout]``: the keys of the line, their values whole numbers or text.
 
         ``auto`` is a truth value. Raises ``LayoutError``."""
-        return cls(**layout_text.read_table(table))
+        return cls._of(layout_text.read_table(table, _OFFERED))
+
+    @classmethod
+    def _of(cls, fields: Mapping[str, Any]) -> Layout:
+        """The layout with these ``fields``. One that is refused is told, too, what would not run if it were right."""
+        try:
+            return cls(**fields)
+        except LayoutError as error:
+            for key in fields:
+                if key in _FEATURES and key not in BUILT:
+                    error.add_note(f"and {_FEATURES[key][0]} is not built yet")
+            raise
 
     def __str__(self) -> str:
         """The canonical line, defaults left out; ``Layout.parse`` reads it back to an equal value."""

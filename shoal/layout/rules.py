@@ -50,7 +50,7 @@ def check_fields(layout: Layout) -> None:
         size = getattr(layout, key)
         if size < 1 and (key, size) != ("dp", -1):
             rest = ", or dp=-1 for the ranks that are left" if key == "dp" else ""
-            raise refusal(layout, key, "sizes start at 1", f"use {key}=1{rest}")
+            raise refusal(layout, key, "sizes start at 1", _use(key, [_smallest(layout, key)]) + rest)
     if layout.zero not in kinds.ZERO_STAGES:
         raise refusal(layout, "zero", "ZeRO has stages 0 to 3", "use zero=3")
     if layout.zero_group is not None and (layout.zero == 0 or layout.zero_group < 1):
@@ -63,6 +63,19 @@ def check_fields(layout: Layout) -> None:
     if layout.half_grads and layout.dtype not in kinds.HALVES:
         raise refusal(layout, "dtype", "gradients in half precision need bf16 or fp16", "use dtype=bf16{grads=bf16}")
     _check_offload(layout)
+
+
+def _smallest(layout: Layout, key: str) -> str:
+    """The least value of ``key`` that is of the same kind, under the same options."""
+    if key == "tp":
+        grid = kinds.nearest_tensor_grids(1, layout.tp_kind, layout.tp_grid)[0]
+        return tensor_text(prod(grid), layout.tp_kind, grid, layout.tp_form)
+    if key == "pp":
+        return pipeline_text(1, layout.schedule, layout.chunks, None, layout.list_times, layout.list_memory)
+    if key == "cp":
+        ranks = kinds.nearest_context_grid(1, layout.cp_kind, layout.cp_grid)
+        return context_text(prod(ranks), layout.cp_kind, ranks)
+    return "1"
 
 
 def _check_offload(layout: Layout) -> None:
@@ -196,8 +209,11 @@ def _check_layers(layout: Layout, model: ModelShape) -> None:
     if stages > model.layers:
         fits = range(model.layers // chunks, 1, -1)
         ranks = next((n for n in fits if SCHEDULES[name].admits(n, layout.mb)), None)
-        legal = _use("pp", [pipeline_text(ranks, name, chunks) if ranks else "1"])
-        raise refusal(layout, "pp", f"{stages} stages are more than the model's {model.layers} layers", legal)
+        legal = [pipeline_text(ranks, name, chunks)] if ranks else []
+        if SCHEDULES[name].any_chunks and (most := model.layers // layout.pp):
+            legal.append(pipeline_text(layout.pp, name, most))
+        problem = f"{stages} stages are more than the model's {model.layers} layers"
+        raise refusal(layout, "pp", problem, _use("pp", legal or ["1"]))
     if layout.stage_layers is not None and sum(layout.stage_layers) != model.layers:
         even = kinds.split_evenly(model.layers, stages)
         problem = f"layers sum to {sum(layout.stage_layers)}, but the model has {model.layers}"

@@ -9,7 +9,7 @@ checks the spelling only; whether words are known and sizes make sense is for ``
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import isqrt
 from typing import TYPE_CHECKING, Any
@@ -104,15 +104,20 @@ _SIDES = re.compile(r"[0-9]{1,6}(x[0-9]{1,6})+")
 _OFFLOAD = re.compile(r"(?P<what>[^:@+]+):(?P<where>[^:@+]+)(@(?P<fraction>[0-9.e-]+))?")
 
 
-def read_line(text: str) -> dict[str, Any]:
-    """The fields of ``Layout`` that a line such as ``dp=2,tp=4:2d`` sets. Raises ``LayoutError``."""
+def read_line(text: str, offered: Collection[str]) -> dict[str, Any]:
+    """The fields of ``Layout`` that a line such as ``dp=2,tp=4:2d`` sets. Raises ``LayoutError``, in which an unknown
+    key is told those that are ``offered``."""
     values: dict[str, str | None] = {}
-    for item in re.split(r",(?![^{]*\})", text):
+    items = re.split(r",(?![^{]*\})", text)
+    if any(given := [item.strip() for item in items]) and not all(given):
+        legal = f"use {','.join(filter(None, given))}"
+        raise LayoutError(setting("layout", text.strip(), "a comma stands between two keys", legal))
+    for item in items:
         key, equals, value = (part.strip() for part in item.partition("="))
         if key in _KEYS and bool(equals) == (key == "auto"):
             example = _KEYS[key].example
             raise LayoutError(setting("layout", item.strip(), "is not of the form KEY=VALUE", f"use {example}"))
-        _known_key(key, value)
+        _known_key(key, value, offered)
         if key in values:
             kept = f"{key}={values[key]}" if equals else key
             raise LayoutError(setting(f"layout.{key}", value or key, "the key is given twice", f"keep one {kept}"))
@@ -120,11 +125,11 @@ def read_line(text: str) -> dict[str, Any]:
     return _read_values(values)
 
 
-def read_table(table: Mapping[str, object]) -> dict[str, Any]:
-    """The fields of ``Layout`` that a ``[layout]`` table sets. Raises ``LayoutError``."""
+def read_table(table: Mapping[str, object], offered: Collection[str]) -> dict[str, Any]:
+    """The fields of ``Layout`` that a ``[layout]`` table sets. Raises ``LayoutError``, as :func:`read_line` does."""
     values: dict[str, str | None] = {}
     for key, value in table.items():
-        _known_key(key, str(value))
+        _known_key(key, str(value), offered)
         if key == "auto":
             if not isinstance(value, bool):
                 raise LayoutError(setting("layout.auto", value, "is not a truth value", "use true or false"))
@@ -137,11 +142,12 @@ def read_table(table: Mapping[str, object]) -> dict[str, Any]:
     return _read_values(values)
 
 
-def _known_key(key: str, value: str) -> None:
+def _known_key(key: str, value: str, offered: Collection[str]) -> None:
     if key not in _KEYS:
         name, shown = (f"layout.{key}", value) if value else ("layout", key or "(nothing)")
-        problem = f"unknown key{nearest(key, _KEYS)}"
-        raise LayoutError(setting(name, shown, problem, f"use one of {', '.join(_KEYS)}, as in dp=2,tp=4:2d"))
+        legal = [one for one in _KEYS if one in offered]
+        problem = f"unknown key{nearest(key, legal)}"
+        raise LayoutError(setting(name, shown, problem, f"use one of {', '.join(legal)}, as in dp=2,tp=4:2d"))
 
 
 def _read_values(values: Mapping[str, str | None]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import groupby, product
 from math import prod
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from shoal.config import Optimizer
 from shoal.data_parallel.buckets import build_buckets
 from shoal.data_parallel.sharing import Sharing
 from shoal.layout import Layout
-from shoal.local import LocalParameter, lay_out
+from shoal.local import LocalParameter, held_at, logical_parameters
 from shoal.mesh import Grid
 from shoal.model.task import Task
 from shoal.optim.treatment import Treatments
@@ -149,7 +149,15 @@ class Ownership:
 
     def count(self, rank: int, kind: Kind) -> int:
         """The elements that ``rank`` holds of weights, or of each optimizer state."""
-        return sum(share.numel for one in self.held for share in one.of(kind) if rank in share.ranks)
+        return self._counts[kind][rank]
+
+    @cached_property
+    def _counts(self) -> dict[Kind, Counter[int]]:
+        found: dict[Kind, Counter[int]] = {kind: Counter() for kind in KINDS}
+        for one, kind in product(self.held, KINDS):
+            for share in one.of(kind):
+                found[kind].update(dict.fromkeys(share.ranks, share.numel))
+        return found
 
     def sections(self, place: int, kind: Kind) -> list[Section]:
         """The units at a place, those in a row together where they differ in nothing but their number."""
@@ -194,9 +202,10 @@ def ownership(task: Task, layout: Layout, ranks: Sequence[int] | None = None) ->
     units_of, interpreter, grid = held_units(stages, homes), interpreter_of(layout, roles), Grid(layout.axes)
     asked = tuple(range(grid.size)) if ranks is None else tuple(ranks)
     found: dict[tuple[int, str], _Found] = {}
+    parameters = logical_parameters(task.module, layers, roles, interpreter, grid, units_of)
     for rank in asked:
         coords = grid.coords(rank)
-        held = [_shell(one) for one in lay_out(task.module, layers, roles, interpreter, grid, coords, units_of)]
+        held = [_shell(one) for one in held_at(coords, parameters, units_of)]
         for one in held:
             for piece in one.placement.pieces:
                 found.setdefault((coords["pp"], piece.name), _Found(piece.name, piece.shape, one.unit))

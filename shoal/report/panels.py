@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import combinations
 from statistics import median
 from typing import NamedTuple
 
@@ -66,6 +66,7 @@ class Panel:
         main = [max(those, key=lambda part: part.width * part.height) for those in parts]
         self._size = _size(shape, common, main, words)
         self._areas = [[part.scaled(*self._size) for part in those] for those in parts]
+        self._touching = _touching([[_elements(box) for box in share.boxes] for share in shares])
         self._labels: list[tuple[float, float, str, int, bool]] = []
         beside, below = [], []
         for area, word in zip((part.scaled(*self._size) for part in main), words, strict=True):
@@ -107,19 +108,39 @@ class Panel:
                 canvas.rect(x + area.x, y + area.y, area.width, area.height, fill)
         main = [max(area.thickness for area in areas) for areas in self._areas]
         line = min(1.0, 0.2 * min(main, default=0.0))
-        for those, others in combinations(self._areas, 2):
-            for one in those:
-                for other in others:
-                    for x1, y1, x2, y2 in _common_edge(one, other):
-                        canvas.line(x + x1, y + y1, x + x2, y + y2, PAPER, line)
+        for one, other, at, there in self._touching:
+            for x1, y1, x2, y2 in _common_edge(self._areas[one][at], self._areas[other][there]):
+                canvas.line(x + x1, y + y1, x + x2, y + y2, PAPER, line)
         canvas.rect(x, y, *self._size, "none", rim=RIM)
 
 
-def _part(box: Box, shape: Sequence[int]) -> _Area:
-    """A box as parts of the tensor's sides: columns run across, rows down."""
+def _elements(box: Box) -> _Area:
+    """A box in elements: columns run across, rows down."""
     (top, bottom), (left, right) = box if len(box) == 2 else ((0, 1), *box)
+    return _Area(left, top, right - left, bottom - top)
+
+
+def _part(box: Box, shape: Sequence[int]) -> _Area:
+    """A box as parts of the tensor's sides."""
     rows, columns = shape if len(shape) == 2 else (1, *shape)
-    return _Area(left / columns, top / rows, (right - left) / columns, (bottom - top) / rows)
+    x, y, width, height = _elements(box)
+    return _Area(x / columns, y / rows, width / columns, height / rows)
+
+
+def _touching(shares: Sequence[Sequence[_Area]]) -> list[tuple[int, int, int, int]]:
+    """(share, other share, number of a box of the one, and of the other) where one begins at the row or column at which
+    the other ends, in order."""
+    begins: dict[tuple[str, float], list[tuple[int, int]]] = defaultdict(list)
+    every = [(share, at, box) for share, boxes in enumerate(shares) for at, box in enumerate(boxes)]
+    for share, at, box in every:
+        begins["column", box.x].append((share, at))
+        begins["row", box.y].append((share, at))
+    found = set()
+    for share, at, box in every:
+        for other, there in (*begins["column", box.x + box.width], *begins["row", box.y + box.height]):
+            if share != other:
+                found.add((share, other, at, there) if share < other else (other, share, there, at))
+    return sorted(found)
 
 
 def _size(shape: Sequence[int], common: int, main: Sequence[_Area], words: Sequence[str]) -> tuple[float, float]:

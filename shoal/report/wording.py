@@ -87,21 +87,20 @@ def meaning(layout: Layout) -> Iterator[tuple[str, str, str]]:
     """(key, what it does, what it costs) of everything in a layout, outermost mesh axis first."""
     m = layout.mb
     if layout.stages > 1 or layout.asynchronous:
-        yield f"pp={layout.pp}", _cut(layout), _pipeline_cost(layout)
+        yield f"pp={value_text(layout, 'pp')}", _cut(layout), _pipeline_cost(layout)
     if layout.dp > 1:
         yield f"dp={layout.dp}", f"{layout.dp} replicas, each with its own samples", _sum_cost(layout)
     if layout.tp > 1:
-        kind = ":1d" * (layout.tp_kind == "1d")
         what, cost = tensor_meaning(layout)
         summed = _sum_cost(layout) if layout.dp == 1 else ""  # over depth alone
-        yield f"tp={value_text(layout, 'tp')}{kind}", what, "; ".join(filter(None, (cost, summed)))
+        yield f"tp={value_text(layout, 'tp')}", what, "; ".join(filter(None, (cost, summed)))
     if layout.zero:
-        yield f"zero={layout.zero}", *_zero(layout)
+        yield f"zero={value_text(layout, 'zero')}", *_zero(layout)
     if m > 1:
         sent = "each is an update of its own" if _each(layout) > 1 else "their gradients add up and are sent once"
         yield f"mb={m}", f"a step takes {m} micro-batches one after another", sent
     if layout.recompute != "none":
-        yield f"recompute={layout.recompute}", *_recompute(layout)
+        yield f"recompute={value_text(layout, 'recompute')}", *_recompute(layout)
     if layout.ranks == layout.stages == m == 1 and not layout.asynchronous:
         yield "dp=1", "one process has everything", "nothing is sent"
 

@@ -39,10 +39,10 @@ def fit(config: Config, layout: Layout, world: int) -> Layout:
     Raises :class:`~shoal.errors.LayoutError`, or :class:`~shoal.errors.ConfigError` where the groups of the optimizer
     do not suit the model.
     """
+    layout.check_built()
     filled = layout.fill(world)
     for samples in batch_size(config).sizes():
         filled.check(config.model, samples, world)
-    filled.check_built()
     if config.optimizer.groups:
         model = make_model(config, filled)
         Treatments(config.optimizer).check(model, model.roles)

@@ -67,7 +67,9 @@ REFUSALS = [
     ("dp=2,pp=2:interleaved,mb=4", {"batch": 12}, "mb", "4", ["mb=2", "mb=6"]),
     # stages and layers
     ("pp=9", {}, "pp", "9", ["pp=8"]),
-    ("pp=3:interleaved/3,mb=6", {}, "pp", "3:interleaved/3", ["pp=2:interleaved/3"]),
+    ("pp=3:interleaved/3,mb=6", {}, "pp", "3:interleaved/3", ["pp=2:interleaved/3", "pp=3:interleaved"]),
+    ("pp=2:list/5", {}, "pp", "2:list/5", ["pp=2:list/4"]),
+    ("pp=8:interleaved,mb=8", {"layers": 8}, "pp", "8:interleaved", ["pp=4:interleaved", "pp=8:interleaved/1"]),
     ("pp=2:zb-v", {"layers": 2}, "pp", "2:zb-v", ["pp=1"]),
     ("pp=3{layers=4/2/3}", {}, "pp", "3{layers=4/2/3}", ["pp=3{layers=3/3/2}"]),
     ("pp=3{layers=6/2}", {}, "pp", "3{layers=6/2}", ["pp=3{layers=3/3/2}"]),

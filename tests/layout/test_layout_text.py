@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from shoal.errors import LayoutError
-from shoal.layout import Layout, Offload
+from shoal.layout import BUILT, Layout, Offload
 
 READ = {
     "dp=1": {},
@@ -87,7 +87,10 @@ def test_a_table_reads_as_the_line_with_the_same_keys() -> None:
 
 SPELLING = [
     ("", "layout = (nothing)", "use one of dp, tp"),
-    ("dp=2,,tp=2", "layout = (nothing)", "use one of dp, tp"),
+    (",", "layout = (nothing)", "use one of dp, tp"),
+    ("dp=2,,tp=2", "layout = dp=2,,tp=2", "a comma stands between two keys; use dp=2,tp=2"),
+    ("dp=2, mb=2,", "layout = dp=2, mb=2,", "use dp=2,mb=2"),
+    (",pp=2{layers=4/4}", "layout = ,pp=2{layers=4/4}", "use pp=2{layers=4/4}"),
     ("zeros=1", "layout.zeros = 1", "did you mean 'zero'"),
     ("dp", "layout = dp", "use dp=2"),
     ("auto=true", "layout = auto=true", "use auto"),
@@ -104,7 +107,11 @@ SPELLING = [
     ("tp=4:2dd", "layout.tp = 4:2dd", "did you mean '2d'"),
     ("tp=4:AxBxC", "layout.tp = 4:AxBxC", "use tp=4:1x1x4"),
     ("cp=4:UxR", "layout.cp = 4:UxR", "use cp=4:1x4"),
-    ("tp=0:0x2x2", "layout.tp = 0:0x2x2", "use tp=1"),
+    ("tp=0:0x2x2", "layout.tp = 0:0x2x2", "use tp=4:2x2x1"),
+    ("tp=-1:2d{form=loop}", "layout.tp = -1:2d{form=loop}", "use tp=1:2d{form=loop}"),
+    ("tp=0:2.5d/2", "layout.tp = 0:2.5d/2", "use tp=2:2.5d/2"),
+    ("pp=0:list/3{memory=2}", "layout.pp = 0:list/3{memory=2}", "use pp=1:list/3{memory=2}"),
+    ("cp=0:ulysses", "layout.cp = 0:ulysses", "use cp=1:ulysses"),
     ("tp=4:2d/2", "layout.tp = 4:2d/2", "only 2.5d has a depth; use tp=4:2d"),
     ("tp=8:2.5d/0", "layout.tp = 8:2.5d/0", "sizes start at 1; use tp=8:2.5d"),
     ("tp=8/2", "layout.tp = 8/2", "not of the form"),
@@ -149,6 +156,23 @@ def test_a_misspelt_line_is_refused_with_its_setting_value_and_remedy(line: str,
     message = str(error.value)
     assert message.startswith(f"{start}: ")
     assert part in message
+
+
+def test_an_unknown_key_is_offered_what_is_built() -> None:
+    for read in (lambda: Layout.parse("x=1"), lambda: Layout.from_table({"x": 1})):
+        with pytest.raises(
+            LayoutError, match=r"^layout\.x = 1: unknown key; use one of (.*), as in dp=2,tp=4:2d$"
+        ) as error:
+            read()
+        offered = str(error.value).partition("use one of ")[2].removesuffix(", as in dp=2,tp=4:2d")
+        assert sorted(offered.split(", ")) == sorted(["dp", "mb", *BUILT])
+
+
+def test_what_is_not_built_is_called_so_where_it_is_also_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(BUILT, "ep", raising=False)
+    with pytest.raises(LayoutError, match=r"ep·etp = 2 does not divide") as error:
+        Layout.parse("ep=2")
+    assert error.value.__notes__ == ["and expert parallelism is not built yet"]
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from shoal.build import stages_of
 from shoal.comm.world import World
 from shoal.config import Config
 from shoal.layout import Layout
-from shoal.mesh import Grid
+from shoal.mesh import Coords, Grid
 from shoal.pipeline.stages import cut
-from shoal.placement import Box
+from shoal.placement import Box, Placement, Rule
 from shoal.report.example import example
 from shoal.report.ownership import MANY, Ownership, ownership, shown
 from shoal.train.pool import Pool
@@ -234,6 +234,20 @@ def test_of_many_ranks_the_first_replica_is_shown_and_holds_what_it_holds_among_
             if (ranks := tuple(rank for rank in share.ranks if rank in part.ranks))
         ]
         assert [(share.ranks, share.boxes) for share in some.shares] == restricted
+
+
+def test_what_it_asks_of_a_layout_grows_with_its_ranks_not_with_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, asked, at = Layout.parse("tp=64:4x4x4"), 0, Rule.at
+
+    def counted(rule: Rule, coords: Coords) -> Placement | None:
+        nonlocal asked
+        asked += 1
+        return at(rule, coords)
+
+    model = make_model(run_of(layout), layout)
+    monkeypatch.setattr(Rule, "at", counted)
+    assert len(ownership(model, layout).ranks) == 64
+    assert asked <= 3 * 64 * len(list(model.parameters()))
 
 
 def test_json_has_every_box() -> None:

@@ -113,10 +113,10 @@ def test_linears_of_a_grid_receive_the_words_that_are_told(pool: Pool, line: str
 
 
 def test_each_part_of_a_layout_is_told_with_its_size() -> None:
-    keys = [key for key, _, _ in meaning(Layout.parse("dp=2,tp=2:1d-sp,pp=2:gpipe,zero=3,mb=4,recompute=full"))]
-    assert keys == ["pp=2", "dp=2", "tp=2:1d-sp", "zero=3", "mb=4", "recompute=full"]
+    full = "pp=2:list/2{layers=2/2/2/2;memory=2},dp=4,tp=2:1d-sp,zero=3/2,mb=4,recompute=full{stages=0/1}"
+    assert [key for key, _, _ in meaning(Layout.parse(full))] == full.split(",")
     assert [key for key, _, _ in meaning(Layout())] == ["dp=1"]
-    for line in ("tp=4:2d{form=loop}", "tp=16:2.5d/4", "tp=8:3d", "tp=8:4x1x2", "tp=2:1d"):
+    for line in ("tp=4:2d{form=loop}", "tp=16:2.5d/4", "tp=8:3d", "tp=8:4x1x2", "tp=2"):
         assert [key for key, _, _ in meaning(Layout.parse(line))] == [line]
     assert [key for key, _, _ in meaning(Layout(mb=2))] == ["mb=2"]
 
