@@ -20,6 +20,7 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shoal.comm.backends import Backend
 from shoal.comm.backends.beside import Beside
@@ -150,6 +151,15 @@ class World:
             )
             self._made_default = True
             dist.barrier()
+
+    def zeros(self, size: int, /, *, dtype: torch.dtype) -> Tensor:
+        """A flat tensor, from which the ranks of this machine read fastest what is reduced or gathered of it. Its
+        storage cannot be resized."""
+        nbytes = size * dtype.itemsize
+        memory = self._links.allocate(nbytes) if self._links and nbytes else None
+        if memory is None:
+            return torch.zeros(size, dtype=dtype, device=self.device)
+        return torch.from_numpy(memory).view(dtype)
 
     @property
     def everyone(self) -> Group:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,10 @@ from torch import Tensor, nn
 from shoal.data_parallel.buckets import Bucket
 from shoal.errors import ConfigError
 from shoal.optim.runs import HALVES
+
+
+class Zeros(Protocol):
+    def __call__(self, size: int, /, *, dtype: torch.dtype) -> Tensor: ...
 
 
 class Flat:
@@ -40,7 +46,9 @@ class Flat:
         masters: bool = True,
         versions: bool = False,
         trains: bool = True,
+        zeros: Zeros = torch.zeros,
     ) -> None:
+        """``zeros`` makes the memory of what is exchanged and never loses it (:meth:`shoal.comm.world.World.zeros`)."""
         self.bucket = bucket
         undivided = len(bucket.shard) == 1
         self.keep_params, self.keep_grads = keep_params or undivided, keep_grads or undivided
@@ -49,22 +57,29 @@ class Flat:
         self.mixed = trains and (versions or (masters and wide != bucket.dtype))
         self.buffered = trains and not (bucket.alone and self.grad_dtype == bucket.dtype)
         mine = slice(bucket.low, bucket.high)
-        exact = self._initial(wide if trains and masters else bucket.dtype)
-        self.params = exact.to(bucket.dtype)
+        plain = partial(torch.zeros, device=bucket.device)
+        self._zeros = plain if bucket.alone else zeros
+        gathered = zeros if keep_params and not undivided else plain
+        exact = self._initial(wide if trains and masters else bucket.dtype, gathered)
+        self.params = exact if exact.dtype == bucket.dtype else gathered(bucket.size, dtype=bucket.dtype).copy_(exact)
         for slot in bucket.slots:
             slot.held.parameter.data = slot.of(self.params)
         self.faces: Sequence[nn.Parameter] = [slot.held.parameter for slot in bucket.slots]
         """What modules have, parameter by parameter."""
         self.own_params = self.params[mine]
         self.masters = exact[mine].clone() if self.mixed else self.own_params
-        self.grads = torch.zeros_like(self.params, dtype=self.grad_dtype) if self.buffered else self.params.new_empty(0)
+        self.grads = self._gradients() if self.buffered else self.params.new_empty(0)
         self.own_grads = self.grads[mine] if self.buffered else self.grads
         self._aside: tuple[Tensor, Tensor] | None = None
         self.states = {name: torch.zeros_like(self.masters, dtype=wide) for name in bucket.states} if trains else {}
         self._written = self._writes()
 
-    def _initial(self, dtype: torch.dtype) -> Tensor:
-        values = torch.zeros(self.bucket.size, dtype=dtype, device=self.bucket.device)
+    def _gradients(self) -> Tensor:
+        make = self._zeros if self.keep_grads else partial(torch.zeros, device=self.bucket.device)
+        return make(self.bucket.size, dtype=self.grad_dtype)
+
+    def _initial(self, dtype: torch.dtype, zeros: Zeros) -> Tensor:
+        values = zeros(self.bucket.size, dtype=dtype)
         with torch.no_grad():
             for slot in self.bucket.slots:
                 slot.of(values).copy_(slot.held.values(dtype))
@@ -74,7 +89,7 @@ class Flat:
         """From here on, what is not kept whole is only this rank's part, except between :func:`open_` and
         :func:`close`."""
         if not self.keep_params:
-            self.own_params = self.own_params.clone()
+            self.own_params = self._zeros(len(self.own_params), dtype=self.own_params.dtype).copy_(self.own_params)
             if not self.mixed:
                 self.masters = self.own_params
             close(self.params)
@@ -86,7 +101,7 @@ class Flat:
         """Another buffer takes the place of the gradients', or takes it again: one keeps the sums of a batch while
         those of the next add up in the other."""
         if self._aside is None:
-            fresh = torch.zeros_like(self.grads)
+            fresh = self._gradients()
             self._aside = fresh, fresh[self.bucket.low : self.bucket.high]
         (self.grads, self.own_grads), self._aside = self._aside, (self.grads, self.own_grads)
 

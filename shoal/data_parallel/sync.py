@@ -104,15 +104,15 @@ class Sync:
         """Make what a subclass has besides, once buckets and groups are there."""
 
     def _flat(self, bucket: Bucket, *, trains: bool = True) -> Flat:
-        sharing = self._sharing
         return Flat(
             bucket,
-            keep_params=sharing.keep_params,
-            keep_grads=sharing.keep_grads,
-            half_grads=sharing.half_grads,
-            masters=sharing.masters,
-            versions=sharing.versions,
+            keep_params=self._sharing.keep_params,
+            keep_grads=self._sharing.keep_grads,
+            half_grads=self._sharing.half_grads,
+            masters=self._sharing.masters,
+            versions=self._sharing.versions,
             trains=trains,
+            zeros=self._mesh.world.zeros,
         )
 
     # ---- a step, in the order in which it happens

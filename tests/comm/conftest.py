@@ -7,24 +7,37 @@ from typing import Any
 
 import pytest
 
+from shoal.comm.backends import links
+from shoal.comm.world import World
 from shoal.train.pool import Pool
 
 
 class Carried:
-    """A pool whose worlds may ``share`` memory or may not."""
+    """A pool whose worlds share memory, or read each other's (``"lent"``) however little it is, or use gloo."""
 
-    def __init__(self, pool: Pool, share: bool) -> None:
-        self._pool, self._share = pool, share
+    def __init__(self, pool: Pool, carrier: str) -> None:
+        self._pool, self._carrier = pool, carrier
 
     def run(self, task: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
-        return self._pool.run(task, *arguments, share=self._share, **options)
+        if self._carrier == "lent":
+            task, arguments = lending, (task, *arguments)
+        return self._pool.run(task, *arguments, share=self._carrier != "gloo", **options)
+
+
+def lending(world: World, task: Callable[..., Any], *arguments: Any) -> Any:
+    """``task``, with everything lent that may be."""
+    before, links.LENT = links.LENT, 1
+    try:
+        return task(world, *arguments)
+    finally:
+        links.LENT = before
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pool" in metafunc.fixturenames and not metafunc.module.__name__.startswith("test_shared"):
-        metafunc.parametrize("pool", ["shared", "gloo"], indirect=True)
+        metafunc.parametrize("pool", ["shared", "lent", "gloo"], indirect=True)
 
 
 @pytest.fixture
 def pool(request: pytest.FixtureRequest, pool: Pool) -> Carried:
-    return Carried(pool, getattr(request, "param", "shared") == "shared")
+    return Carried(pool, getattr(request, "param", "shared"))

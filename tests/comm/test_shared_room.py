@@ -18,8 +18,8 @@ from shoal.train.pool import Pool
 ROOM = meeting_module.SMALLEST
 
 
-def little(world: World, meeting: str, task: str) -> list[float]:
-    """``task`` over links whose arenas have room for no more than they must."""
+def little(world: World, meeting: str, task: str, lends: bool) -> list[float]:
+    """``task`` over links whose arenas have room for no more than they must, whether or not they lend besides."""
     store, largest = dist.FileStore(meeting, world.size), meeting_module.LARGEST
     meeting_module.LARGEST = meeting_module.SMALLEST
     try:
@@ -27,13 +27,12 @@ def little(world: World, meeting: str, task: str) -> list[float]:
     finally:
         meeting_module.LARGEST = largest
     assert links is not None
+    assert links._lends
+    links._lends = lends
     found = TASKS[task](links)
     barrier(world.everyone)
-    left = [links._wanted, links._arrived, links._unsent, links._arena.occupied, *links._held.values()]
-    # What has been read lately its owner is told with the next message.
-    assert not any(left[:3])
-    assert not any(left[4:])
-    assert len(left[3]) <= 64  # type: ignore[arg-type]
+    assert not any([links._wanted, links._arrived, links._unsent, links._lent, *links._held.values()])
+    assert len(links._arena.occupied) <= 64  # of what has been read lately, its owner is told with the next message
     links.close()
     return found
 
@@ -113,6 +112,7 @@ TASKS = {
 }
 
 
+@pytest.mark.parametrize("lends", [True, False])
 @pytest.mark.parametrize(
     ("task", "expected"),
     [
@@ -122,5 +122,7 @@ TASKS = {
         ("round a table", [[1, 3], [3, 1], [5, 3], [3, 5]]),
     ],
 )
-def test_arenas_that_are_full_stop_nobody(pool: Pool, tmp_path: Path, task: str, expected: list[list[float]]) -> None:
-    assert pool.run(little, str(tmp_path / "store"), task, timeout_s=30) == expected
+def test_arenas_that_are_full_stop_nobody(
+    pool: Pool, tmp_path: Path, task: str, expected: list[list[float]], lends: bool
+) -> None:
+    assert pool.run(little, str(tmp_path / "store"), task, lends, timeout_s=30) == expected

@@ -21,6 +21,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +29,8 @@ import torch.distributed as dist
 
 from shoal.comm.backends.arena import Arena
 from shoal.comm.backends.meeting import Link, meet
+from shoal.comm.backends.parcel import Loan, Parcel
+from shoal.comm.backends.regions import Regions
 
 CHUNK = 1 << 18
 """Bytes that are copied, and told of, at a time."""
@@ -35,7 +38,9 @@ INLINE = 4096
 """So few bytes go through the pipe themselves."""
 
 _HEADER = struct.Struct("=BQqqqq")  # what it is, group, number, place, length, length of the whole
-_CHUNK, _INLINE, _READ, _FULL, _ROOM = range(5)
+_CHUNK, _INLINE, _READ, _FULL, _ROOM, _LENT, _RETURNED, _ENDED = range(8)
+LENT = 1 << 18
+"""From so many bytes on, what may not be written to for a while anyway is read where it is."""
 _AT_ONCE = 1 << 16
 _LAG = 4 << 20
 """Bytes that a rank may have read without saying so: it says it with the next message, which costs no time of its own
@@ -49,51 +54,40 @@ Address = tuple[int, int]
 """A group, and a number that its ranks agree on."""
 
 
-class Parcel:
-    """Bytes that have come from rank ``source``: all ``total`` of them, or a chunk."""
-
-    def __init__(self, source: int, data: np.ndarray, total: int, release: Callable[[], None] | None) -> None:
-        self.source, self.data, self.total, self._release = source, data, total, release
-
-    def release(self) -> None:
-        """They have been read."""
-        release, self._release = self._release, None
-        if release is not None:
-            release()
-
-    def copy_out(self) -> None:
-        """Move them out of their sender's way, unless they have been read."""
-        if self._release is not None:
-            self.data = self.data.copy()
-            self.release()
-
-
 class Receiver(Protocol):
     """Who has asked for something."""
 
-    def take(self, parcel: Parcel) -> bool:
+    def take(self, parcel: Parcel | Loan) -> bool:
         """The next chunk has come from ``parcel.source``; returns whether it was the last from there. Raises
         RuntimeError where something else was asked for."""
 
 
 class Posted:
     """What is on its way from this rank to ``to``: how much of ``data`` has been copied, and in how many pipes there
-    was no room for word of it."""
+    was no room for word of it. What is ``lent`` is not copied: ``to`` are those that have yet to read it."""
 
-    def __init__(self, to: Sequence[int], address: Address, data: np.ndarray) -> None:
-        self.to, self.address, self.data = to, address, data
+    def __init__(self, to: Sequence[int], address: Address, data: np.ndarray, *, lent: bool = False) -> None:
+        self.to, self.address, self.data, self.lent = list(to), address, data, lent
         self.at, self.untold, self.copied = 0, 0, False
 
     @property
     def left(self) -> bool:
         """Whether it arrives whatever this rank does next."""
-        return self.copied and not self.untold
+        return self.copied and not self.untold and not (self.lent and self.to)
 
 
 class Links:
     """Joins this ``rank`` to the others of ``ranks``, which all call :meth:`join` at once."""
 
-    def __init__(self, rank: int, ranks: Sequence[int], arena: Arena, links: dict[int, Link], timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        arena: Arena,
+        links: dict[int, Link],
+        regions: Regions,
+        timeout_s: float,
+    ) -> None:
         self.rank, self.ranks, self.timeout_s = rank, ranks, timeout_s
         self._arena, self._links = arena, links
         self._poll = select.epoll()
@@ -107,12 +101,16 @@ class Links:
         """By rank: messages for which there was no room in its pipe, and whose they are."""
         self._unsent: list[Posted] = []
         self._wanted: dict[tuple[int, Address], deque[Receiver]] = defaultdict(deque)
-        self._arrived: dict[tuple[int, Address], deque[Parcel]] = defaultdict(deque)
+        self._arrived: dict[tuple[int, Address], deque[Parcel | Loan]] = defaultdict(deque)
         self._held: dict[int, dict[int, Parcel]] = {one: {} for one in links}
         """By rank and place: what has not been read in its arena."""
         self._owed: dict[int, list[int]] = {one: [] for one in links}
         """By rank: places in its arena that have been read, which it does not know yet; and their bytes."""
         self._owed_bytes = dict.fromkeys(links, 0)
+        self._lends = all(link.memory for link in links.values())
+        self._lent: dict[tuple[int, Address], Posted] = {}
+        """By reader."""
+        self._regions = regions
         self._full: set[int] = set()
         """Ranks that have run out of room."""
         self._said_full = False
@@ -122,8 +120,9 @@ class Links:
     @classmethod
     def join(cls, rank: int, ranks: Sequence[int], store: dist.Store, timeout_s: float) -> Links | None:
         """None for all of them, where the system does not have what it takes for one (:mod:`.meeting`)."""
-        met = meet(rank, ranks, store, CHUNK)
-        return None if met is None else cls(rank, ranks, *met, timeout_s)
+        regions = Regions()
+        met = meet(rank, ranks, store, CHUNK, regions)
+        return None if met is None else cls(rank, ranks, *met, regions, timeout_s)
 
     def reaches(self, ranks: Sequence[int]) -> bool:
         """Whether all of ``ranks`` are among those that are joined."""
@@ -131,9 +130,20 @@ class Links:
 
     # ---- what goes out
 
-    def post(self, to: Sequence[int], address: Address, data: np.ndarray) -> Posted:
-        """Begin to send bytes to some ranks; they may be written to when it has :attr:`Posted.left`."""
-        posted = Posted(to, address, data)
+    def lends(self, nbytes: int) -> bool:
+        """Whether so many bytes are read where they are."""
+        return self._lends and nbytes >= LENT
+
+    def allocate(self, nbytes: int) -> np.ndarray | None:
+        """Zeros from which others read fastest what is lent; None where ordinary memory is as good."""
+        with suppress(OSError):
+            return self._regions.allocate(nbytes) if self._lends else None
+        return None
+
+    def post(self, to: Sequence[int], address: Address, data: np.ndarray, *, lend: bool = False) -> Posted:
+        """Begin to send bytes to some ranks; they may be written to when it has :attr:`Posted.left`. With ``lend`` that
+        may be when they have been read: for what its readers come to soon."""
+        posted = Posted(to, address, data, lent=lend and self.lends(len(data)))
         self._unsent.append(posted)
         self._send()
         return posted
@@ -157,8 +167,13 @@ class Links:
         while not posted.copied:
             if any(self._unwritten[rank] for rank in posted.to):
                 return False
-            chunk = posted.data[posted.at : posted.at + CHUNK]
-            if len(chunk) <= INLINE:
+            chunk = posted.data if posted.lent else posted.data[posted.at : posted.at + CHUNK]
+            if posted.lent:
+                self._say_what_ended()
+                self._lent.update({(rank, posted.address): posted for rank in posted.to})
+                region, at = self._regions.find(chunk.ctypes.data, total) or (-1, chunk.ctypes.data)
+                message = _HEADER.pack(_LENT, *posted.address, at, region, total)
+            elif len(chunk) <= INLINE:
                 message = _HEADER.pack(_INLINE, *posted.address, 0, len(chunk), total) + chunk.tobytes()
             else:
                 place = self._arena.place(chunk, len(posted.to))
@@ -174,9 +189,14 @@ class Links:
                 self._write(rank, message, posted)
         return True
 
-    def _say_to_all(self, what: int) -> None:
+    def _say_what_ended(self) -> None:
+        """Before another region has the descriptor."""
+        for region in self._regions.ended():
+            self._say_to_all(_ENDED, region)
+
+    def _say_to_all(self, what: int, of: int = 0) -> None:
         for rank in self._links:
-            self._write(rank, _HEADER.pack(what, 0, 0, 0, 0, 0))
+            self._write(rank, _HEADER.pack(what, 0, 0, of, 0, 0))
 
     def _write(self, rank: int, message: bytes = b"", posted: Posted | None = None) -> None:
         """With what this rank owes the other to know."""
@@ -285,8 +305,15 @@ class Links:
         elif what == _INLINE:
             parcel = Parcel(source, np.frombuffer(bytearray(data), dtype=np.uint8), total, None)
             self._deliver((source, (group, number)), parcel)
+        elif what == _LENT:
+            self._deliver((source, (group, number)), self._loan(source, (group, number), (length, place, total)))
+        elif what == _RETURNED:
+            self._lent.pop((source, (group, number))).to.remove(source)
         elif what == _READ:
             self._arena.read(place)
+        elif what == _ENDED:
+            if (memory := self._links[source].memory) is not None:
+                memory.forget(place)
         elif what == _FULL:
             self._full.add(source)
             for parcel in [*self._held[source].values()]:
@@ -308,7 +335,13 @@ class Links:
         held[place] = parcel = Parcel(source, self._links[source].arena[place : place + length], total, release)
         return parcel
 
-    def _deliver(self, key: tuple[int, Address], parcel: Parcel) -> None:
+    def _loan(self, source: int, address: Address, where: tuple[int, int, int]) -> Loan:
+        memory = self._links[source].memory
+        assert memory is not None, "lent to a rank that cannot read it"
+        returned = _HEADER.pack(_RETURNED, *address, 0, 0, 0)
+        return Loan(source, memory.lent(*where), lambda: self._write(source, returned))
+
+    def _deliver(self, key: tuple[int, Address], parcel: Parcel | Loan) -> None:
         if waiting := self._wanted.get(key):
             if waiting[0].take(parcel):
                 waiting.popleft()
@@ -332,7 +365,7 @@ class Links:
             self._beside[0].shutdown(wait=False)
         self._let_go()
         self._arena.forget()
-        for kept in (self._links, self._unwritten, self._wanted, self._arrived, self._held):
+        for kept in (self._links, self._unwritten, self._wanted, self._arrived, self._held, self._lent):
             kept.clear()
         self._unsent.clear()
 

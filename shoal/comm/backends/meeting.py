@@ -22,6 +22,8 @@ import numpy as np
 import torch.distributed as dist
 
 from shoal.comm.backends.arena import ALIGNMENT, Arena, mapped
+from shoal.comm.backends.neighbour import Neighbour, Token, found
+from shoal.comm.backends.regions import Regions
 
 FOLDER = Path("/dev/shm")
 LARGEST, SMALLEST = 256 << 20, 4 << 20
@@ -32,11 +34,13 @@ _JOINED_S = 600.0
 
 
 class Link(NamedTuple):
-    """To another rank: its arena, the pipe from it and the one to it."""
+    """To another rank: its arena, the pipe from it and the one to it; and its memory, where every rank's can be read by
+    every other."""
 
     arena: np.ndarray
     source: int
     to: int
+    memory: Neighbour | None = None
 
 
 @dataclass
@@ -59,24 +63,33 @@ class _Made:
             os.close(descriptor)
 
 
-def meet(rank: int, ranks: Sequence[int], store: dist.Store, at_once: int) -> tuple[Arena, dict[int, Link]] | None:
+def meet(
+    rank: int, ranks: Sequence[int], store: dist.Store, at_once: int, regions: Regions
+) -> tuple[Arena, dict[int, Link]] | None:
     """This rank's arena, which has the memory that is needed ``at_once``, and its links to the other ``ranks``. None
     for all of them, where the system does not have what it takes for one."""
-    made = _Made()
+    made, token = _Made(), _token(regions)
     try:
         offered = _offer(made, rank, ranks, at_once)
-        store.set(f"arena/{rank}", "" if offered is None else str(made.folder))
-        found = store.multi_get([f"arena/{one}" for one in ranks])
-        folders = {one: Path(name.decode()) for one, name in zip(ranks, found, strict=True) if name}
+        store.set(f"arena/{rank}", "" if offered is None else f"{token.text if token else ''}\n{made.folder}")
+        named = store.multi_get([f"arena/{one}" for one in ranks])
+        others = {one: tuple(name.decode().split("\n")) for one, name in zip(ranks, named, strict=True) if name}
+        folders = {one: Path(folder) for one, (_, folder) in others.items()}
         links = _accept(made, rank, folders, offered[1]) if offered and len(folders) == len(ranks) else None
         if links is None:
             store.add("arenas/failed", 1)
+        else:
+            links = {one: link._replace(memory=_memory(one, others[one][0])) for one, link in links.items()}
+            if not all(link.memory for link in links.values()):
+                store.add("memory/hidden", 1)
         if store.add("arenas/opened", 1) == len(ranks):
             store.set("arenas/all", "1")
         store.wait(["arenas/all"])
         if offered is None or links is None or store.add("arenas/failed", 0):
             made.close()
             return None
+        if store.add("memory/hidden", 0):
+            links = {one: link._replace(memory=None) for one, link in links.items()}
         return offered[0], links
     except BaseException:
         made.close()
@@ -118,6 +131,17 @@ def _accept(made: _Made, rank: int, folders: dict[int, Path], sources: dict[int,
     except OSError:
         return None
     return links
+
+
+def _token(regions: Regions) -> Token | None:
+    try:
+        return Token(regions)
+    except OSError:
+        return None
+
+
+def _memory(rank: int, token: str) -> Neighbour | None:
+    return found(rank, token) if token else None
 
 
 def _sweep() -> None:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from shoal.comm.backends import Reduction, Work
-from shoal.comm.backends.links import Address, Links, Parcel, Posted
+from shoal.comm.backends.links import Address, Links, Posted
+from shoal.comm.backends.parcel import Loan, Parcel, Piece
 
 _JOIN: dict[Reduction, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _NOTHING = np.empty(0, dtype=np.uint8)
-_SMALL = 16 << 10
+_SMALL = 128 << 10
 """Bytes of a sum that every rank makes for itself: one message less is worth more than the work."""
 
 
@@ -41,10 +42,10 @@ class SharedGroup:
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Work:
         flat = tensor.view(-1)
-        if self.size > 2 and flat.nbytes > _SMALL:
+        if self.links.lends(flat.nbytes // self.size) or (self.size > 2 and flat.nbytes > _SMALL):
             return _Halves(self, flat, reduction)
         address, others = self._next(), self._others
-        posted = self._post(others, address, flat)
+        posted = self.links.post(others, address, _bytes(flat))
         return _Sum(self.links, address, others, flat, flat, reduction, [posted], waits=True)
 
     def all_gather(self, parts: Sequence[Tensor]) -> Work:
@@ -82,7 +83,7 @@ class SharedGroup:
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:
         self.links.look()
         address = self._key, -1 - tag
-        return _Copy(self.links, address, {}, [self._post([self._ranks[to]], address, tensor)])
+        return _Copy(self.links, address, {}, [self.links.post([self._ranks[to]], address, _bytes(tensor))])
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
         return _Copy(self.links, (self._key, -1 - tag), {self._ranks[source]: tensor}, [])
@@ -99,7 +100,8 @@ class SharedGroup:
         return self._post(self._others, address, tensor)
 
     def _post(self, ranks: Sequence[int], address: Address, tensor: Tensor) -> Posted:
-        return self.links.post(ranks, address, _bytes(tensor))
+        """For those that take it in as soon as they come to this collective themselves."""
+        return self.links.post(ranks, address, _bytes(tensor), lend=True)
 
     def _receive(
         self, address: Address, parts: Sequence[Tensor], posted: Sequence[Posted], *, empty: bool = True
@@ -129,13 +131,12 @@ class _Copy:
         for rank in into:
             links.expect(rank, address, self)
 
-    def take(self, parcel: Parcel) -> bool:
+    def take(self, parcel: Parcel | Loan) -> bool:
         source = parcel.source
         into, start = self._into[source], self._at[source]
         _check(parcel, len(into))
-        stop = self._at[source] = start + len(parcel.data)
-        into[start:stop] = parcel.data
-        parcel.release()
+        stop = self._at[source] = start + parcel.length
+        parcel.copy_to(into[start:stop])
         if stop < len(into):
             return False
         del self._into[source]
@@ -177,15 +178,15 @@ class _Sum:
         self._at, self._ended = 0, False
         self._left = dict.fromkeys(sources, out.nbytes)
         """By rank that has not sent all: the bytes to come."""
-        self._held: dict[int, deque[Parcel]] = {rank: deque() for rank in sources}
+        self._held: dict[int, deque[Piece]] = {rank: deque() for rank in sources}
         for rank in sources:
             links.expect(rank, address, self)
 
-    def take(self, parcel: Parcel) -> bool:
+    def take(self, parcel: Parcel | Loan) -> bool:
         source = parcel.source
         _check(parcel, self._out.nbytes)
-        self._held[source].append(parcel)
-        self._left[source] -= len(parcel.data)
+        self._held[source].extend(parcel.pieces())
+        self._left[source] -= parcel.length
         if last := not self._left[source]:
             del self._left[source]
         self._advance()
@@ -194,7 +195,7 @@ class _Sum:
     def _advance(self) -> None:
         """Join the chunks that are there from everyone."""
         while not self._ended and all(self._held.values()):
-            stop = self._at + len(next(iter(self._held.values()))[0].data)
+            stop = self._at + next(iter(self._held.values()))[0].length
             if self._waits and any(posted.at < stop for posted in self._posted):
                 return
             parcels = {rank: held.popleft() for rank, held in self._held.items()}
@@ -205,9 +206,10 @@ class _Sum:
             self._at = stop
             if self._at == self._out.nbytes:
                 self._ended = True
-                self._then()
+                then, self._then = self._then, _nothing  # which may refer to this
+                then()
 
-    def _add_up(self, parcels: Mapping[int, Parcel], first: int, last: int) -> None:
+    def _add_up(self, parcels: Mapping[int, Piece], first: int, last: int) -> None:
         own, out = self._own[first:last], self._out[first:last]
         terms = {rank: torch.from_numpy(parcel.data).view(out.dtype) for rank, parcel in parcels.items()}
         one, other, *rest = (term for _, term in sorted({**terms, self._links.rank: own}.items(), key=itemgetter(0)))
@@ -259,7 +261,7 @@ class _Halves:
         self._links.until(self._done, self._missing)
 
 
-def _check(parcel: Parcel, expected: int) -> None:
+def _check(parcel: Parcel | Loan, expected: int) -> None:
     if parcel.total != expected:
         raise RuntimeError(f"rank {parcel.source} sends {parcel.total} bytes where {expected} are expected")
 
