@@ -97,19 +97,22 @@ def training_loop(
     wrapped: nn.Module | None = None,
     replicas: int = 1,
     exchange: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext(),
+    shares: Callable[[], Iterable[nn.Parameter]] | None = None,
 ) -> Step:
     """Forward, backward, clip, update, as a careful person writes it: the loss is the mean over all positions that
     count, micro-batches and replicas together.
 
     ``wrapped`` is the model as it is called, if that is another module. Over several ``replicas`` it averages the
     gradients: in the micro-batch, the last one, that runs under ``exchange(True)``. How many positions count is agreed
-    on while the first forward pass runs.
+    on while the first forward pass runs. ``shares`` gives what the optimizer updates, with its gradients, where that is
+    not all of ``model``.
     """
     call = wrapped or model
     parameters = list(model.parameters())
 
     def step(batch: Batch) -> tuple[float, float]:
-        optimizer.zero_grad(set_to_none=True)
+        for parameter in parameters:
+            parameter.grad = None
         counted = (batch["labels"] != IGNORED).sum().float()
         agreed = dist.all_reduce(counted, async_op=True) if replicas > 1 else None
         losses = []
@@ -121,7 +124,7 @@ def training_loop(
                 # The average divides by the number of replicas, which the mean over positions must not.
                 (loss * (replicas / counted)).backward()
             losses.append(loss.detach())
-        norm = clip(parameters)
+        norm = clip(shares() if shares else parameters)
         optimizer.step()
         total = torch.stack(losses).sum()
         if replicas > 1:
