@@ -11,14 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Pending, all_reduce, start_all_reduce
 from shoal.comm.world import Group
-from shoal.data_parallel.buckets import Bucket, OwnBox, build_buckets
+from shoal.data_parallel.bucket_runs import runs_of
+from shoal.data_parallel.buckets import Bucket, build_buckets
 from shoal.data_parallel.entry import Contribution, Later, Main, late, main_of
 from shoal.data_parallel.flat import Flat, is_open, open_
 from shoal.data_parallel.sharing import Sharing
@@ -266,29 +266,7 @@ class Sync:
 
     def runs(self) -> list[Run]:
         """What the optimizer updates: runs of parameters that it treats alike."""
-        return [run for number in range(len(self.flats)) for run in self._runs_of(number)]
-
-    def _runs_of(self, number: int) -> Iterator[Run]:
-        """Of a bucket: as long as may be where its gradients are in one buffer, else of one parameter each; for an
-        optimizer that works on whole matrices, of one box each."""
-        flat, mains = self.flats[number], self._of_bucket[number]
-
-        def apart(box: OwnBox) -> tuple[object, ...]:
-            return box.treatment, flat.buffered or box.slot, box.piece if box.treatment.by_matrix else None
-
-        for _, alike in groupby(flat.bucket.own_boxes(), key=apart):
-            boxes = list(alike)
-            first, last = boxes[0], boxes[-1]
-            run = slice(first.start, last.stop)
-            states = {name: state[run] for name, state in flat.states.items()}
-            if flat.buffered:
-                grads = partial(flat.own_gradients, run)
-            else:
-                start = flat.bucket.slots[first.slot].start
-                grads = partial(mains[first.slot].elements, first.start - start, last.stop - start)
-            piece = first.piece if first.treatment.by_matrix else None
-            key = f"{flat.bucket.name}/{flat.bucket.low + first.start}"
-            yield Run(flat.masters[run], grads, states, first.treatment, piece, key)
+        return [run for flat, mains in zip(self.flats, self._of_bucket, strict=True) for run in runs_of(flat, mains)]
 
     def weights(self) -> Iterator[Fragment]:
         """What this rank holds of every weight, frozen ones too."""
