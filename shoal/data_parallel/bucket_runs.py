@@ -12,7 +12,7 @@ from shoal.data_parallel.flat import Flat
 from shoal.optim.runs import Run
 
 
-def runs_of(flat: Flat, mains: Sequence[Main]) -> Iterator[Run]:
+def runs_of(flat: Flat, mains: Sequence[Main], turn: int) -> Iterator[Run]:
     """Runs of this rank's part of a bucket that the optimizer treats alike: as long as may be where its gradients are
     in one buffer, else of one parameter each; for an optimizer that works on whole matrices, of one box each."""
 
@@ -31,4 +31,4 @@ def runs_of(flat: Flat, mains: Sequence[Main]) -> Iterator[Run]:
             grads = partial(mains[first.slot].elements, first.start - start, last.stop - start)
         piece = first.piece if first.treatment.by_matrix else None
         key = f"{flat.bucket.name}/{flat.bucket.low + first.start}"
-        yield Run(flat.masters[run], grads, states, first.treatment, piece, key)
+        yield Run(flat.masters[run], grads, states, first.treatment, piece, key, turn)

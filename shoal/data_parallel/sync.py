@@ -233,13 +233,15 @@ class Sync:
         self._squares.zero_()
         return squares, start_all_reduce(squares, self._norm_group, "norm")
 
-    def updated(self, *, aside: bool = False, skipped: bool = False) -> None:
+    def updated(self, *, aside: bool = False, skipped: bool = False, ahead: bool = False) -> None:
         """The optimizer has updated this rank's part of the parameters, or ``skipped`` it, and the gradients have
-        served: those set ``aside``, or all there are."""
+        served: those set ``aside``, or all there are. ``ahead`` of others' part, to :meth:`settle` later."""
         for main in self._mains:
             main.served() if aside else main.begin()
         if not skipped:  # what passes under way compute with is not written to
             self.published()
+        if not ahead:
+            self.settle()
 
     def buckets(self) -> list[tuple[Flat, list[tuple[nn.Parameter, int, Callable[[Tensor], None]]]]]:
         """Of each bucket its memory, and of each parameter in it the first element and what takes in its gradients."""
@@ -254,10 +256,21 @@ class Sync:
             for flat, mains in zip(self.flats, self._of_bucket, strict=True)
         ]
 
+    @property
+    def _turns(self) -> Sequence[int]:
+        """For each bucket the turn in which it is updated."""
+        return [0] * len(self.flats)
+
+    def publish(self, turn: int) -> None:
+        """The masters of a turn have new values: begin to give them to whoever computes with them."""
+
     def published(self) -> None:
-        """The masters have new values: have the model compute with them."""
+        """All masters have new values: have the model compute with them."""
         for flat in self.flats:
             flat.publish()
+
+    def settle(self) -> None:
+        """Wait until this rank has the parameters that it keeps: those that have been published."""
 
     def release(self) -> None:
         """A pass without gradients is over, or a step was cut short."""
@@ -266,10 +279,12 @@ class Sync:
 
     def runs(self) -> list[Run]:
         """What the optimizer updates: runs of parameters that it treats alike."""
-        return [run for flat, mains in zip(self.flats, self._of_bucket, strict=True) for run in runs_of(flat, mains)]
+        buckets = zip(self._turns, self.flats, self._of_bucket, strict=True)
+        return [run for turn, flat, mains in buckets for run in runs_of(flat, mains, turn)]
 
     def weights(self) -> Iterator[Fragment]:
         """What this rank holds of every weight, frozen ones too."""
+        self.settle()
         for flat in self.flats:
             flat.adopt()
         for one in self.frozen:
