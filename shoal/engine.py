@@ -89,6 +89,9 @@ class Engine:
         self._finished: list[StepResult] = []
         self.on_gradients: Callable[[], None] = lambda: None
         """Called when gradients are reduced and not yet clipped: the moment at which they can be compared."""
+        self.overlap = False
+        """Whether the parameters that ZeRO-1 and 2 gather may still be on their way when a step returns. Those of the
+        module are then NaN until their next use in here, or :meth:`drain`."""
         self.recorder = Recorder()
         """Writes down what this rank does, while it is told to."""
         self.mesh = Mesh(self.layout.axes, self.world)
@@ -217,9 +220,10 @@ class Engine:
         if not self._updated:
             self._put_back(buffers)
         average(self._buffers, self._replicas)
+        if not self.overlap:
+            self._sync.settle()
         self.steps_done += 1
-        counted = weight.item()
-        mean = loss.item() / counted if counted else 0.0
+        mean = loss.item() / counted if (counted := weight.item()) else 0.0
         result = StepResult(self.steps_done, mean, self._grad_norm, self._lr, counted, skipped=not self._updated)
         self._finished = [result]
         return result
@@ -280,8 +284,9 @@ class Engine:
         return decode
 
     def drain(self) -> None:
-        """Finish what is in flight: nothing, under a schedule that ends each step with its update. What it finishes,
-        :meth:`finished` tells. All ranks call it."""
+        """Finish what is in flight: under a schedule that ends each step with its update, parameters at most
+        (:attr:`overlap`). What it finishes, :meth:`finished` tells. All ranks call it."""
+        self._sync.settle()
         if (flow := self._flow) is None:
             return
         self._check_whole()
@@ -318,6 +323,7 @@ class Engine:
         wanted = [one for one in self.fragments() if states or one.kind == "weight"]
         step, meta = checkpoint.load(path, wanted, self.world)
         self._sync.published()
+        self._sync.settle()
         if not states:
             for fragment in self._sync.states():
                 fragment.tensor.zero_()
@@ -361,16 +367,14 @@ class Engine:
         self._updated = self._guard.passes(self._grad_norm)
         if (end := self._guard.end(self.steps_done + 1, self._grad_norm, self.optimizer.lr)) is not None:
             raise end
-        self._lr = self._updater.update(self.rate(self.steps_done), factor) if self._updated else 0.0
-        self._sync.updated()
+        at = self.rate(self.steps_done)
+        self._lr = self._updater.update(at, factor, self._sync.publish) if self._updated else 0.0
+        self._sync.updated(ahead=True)
 
     def _contexts(self, **options: Any) -> Callable[[Batch], Any]:
         """Makes the context of a micro-batch, as far as it is this rank's."""
-
-        def context(batch: Batch) -> Any:
-            return self._interpreter.localise(self.task.context(batch, **options), self.mesh.coords)
-
-        return context
+        localise, coords = self._interpreter.localise, self.mesh.coords
+        return lambda batch: localise(self.task.context(batch, **options), coords)
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:

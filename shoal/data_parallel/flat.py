@@ -162,10 +162,7 @@ class Flat:
             if start == stop or not is_open(self.params):
                 continue  # nothing there to have an address
             if face.data_ptr() != self.params.data_ptr() + start * self.params.element_size():
-                raise ConfigError(
-                    f"Engine: {held.name} was given other memory after the engine was made (by .to(), .data or "
-                    "load_state_dict(assign=True)), where no update would reach it; change it before, or copy into it"
-                )
+                raise other_memory(held.name)
 
     def check_unwritten(self) -> None:
         """Raise :class:`ConfigError` if somebody has written to parameters."""
@@ -174,6 +171,14 @@ class Flat:
                 f"Engine: {self.bucket.slots[number].held.name}, or a parameter in one buffer with it, was written to "
                 "while steps are under way that compute with what was there; call engine.drain() before writing"
             )
+
+
+def other_memory(name: str) -> ConfigError:
+    """A parameter is no longer where the layout has put it."""
+    return ConfigError(
+        f"Engine: {name} was given other memory after the engine was made (by .to(), .data or "
+        "load_state_dict(assign=True)), where no update would reach it; change it before, or copy into it"
+    )
 
 
 def open_(flat: Tensor) -> None:

@@ -11,14 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Pending, all_reduce, start_all_reduce
 from shoal.comm.world import Group
-from shoal.data_parallel.buckets import Bucket, OwnBox, build_buckets
+from shoal.data_parallel.bucket_runs import runs_of
+from shoal.data_parallel.buckets import Bucket, build_buckets
 from shoal.data_parallel.entry import Contribution, Later, Main, late, main_of
 from shoal.data_parallel.flat import Flat, is_open, open_
 from shoal.data_parallel.sharing import Sharing
@@ -233,13 +233,15 @@ class Sync:
         self._squares.zero_()
         return squares, start_all_reduce(squares, self._norm_group, "norm")
 
-    def updated(self, *, aside: bool = False, skipped: bool = False) -> None:
+    def updated(self, *, aside: bool = False, skipped: bool = False, ahead: bool = False) -> None:
         """The optimizer has updated this rank's part of the parameters, or ``skipped`` it, and the gradients have
-        served: those set ``aside``, or all there are."""
+        served: those set ``aside``, or all there are. ``ahead`` of others' part, to :meth:`settle` later."""
         for main in self._mains:
             main.served() if aside else main.begin()
         if not skipped:  # what passes under way compute with is not written to
             self.published()
+        if not ahead:
+            self.settle()
 
     def buckets(self) -> list[tuple[Flat, list[tuple[nn.Parameter, int, Callable[[Tensor], None]]]]]:
         """Of each bucket its memory, and of each parameter in it the first element and what takes in its gradients."""
@@ -254,10 +256,21 @@ class Sync:
             for flat, mains in zip(self.flats, self._of_bucket, strict=True)
         ]
 
+    @property
+    def _turns(self) -> Sequence[int]:
+        """For each bucket the turn in which it is updated."""
+        return [0] * len(self.flats)
+
+    def publish(self, turn: int) -> None:
+        """The masters of a turn have new values: begin to give them to whoever computes with them."""
+
     def published(self) -> None:
-        """The masters have new values: have the model compute with them."""
+        """All masters have new values: have the model compute with them."""
         for flat in self.flats:
             flat.publish()
+
+    def settle(self) -> None:
+        """Wait until this rank has the parameters that it keeps: those that have been published."""
 
     def release(self) -> None:
         """A pass without gradients is over, or a step was cut short."""
@@ -266,32 +279,12 @@ class Sync:
 
     def runs(self) -> list[Run]:
         """What the optimizer updates: runs of parameters that it treats alike."""
-        return [run for number in range(len(self.flats)) for run in self._runs_of(number)]
-
-    def _runs_of(self, number: int) -> Iterator[Run]:
-        """Of a bucket: as long as may be where its gradients are in one buffer, else of one parameter each; for an
-        optimizer that works on whole matrices, of one box each."""
-        flat, mains = self.flats[number], self._of_bucket[number]
-
-        def apart(box: OwnBox) -> tuple[object, ...]:
-            return box.treatment, flat.buffered or box.slot, box.piece if box.treatment.by_matrix else None
-
-        for _, alike in groupby(flat.bucket.own_boxes(), key=apart):
-            boxes = list(alike)
-            first, last = boxes[0], boxes[-1]
-            run = slice(first.start, last.stop)
-            states = {name: state[run] for name, state in flat.states.items()}
-            if flat.buffered:
-                grads = partial(flat.own_gradients, run)
-            else:
-                start = flat.bucket.slots[first.slot].start
-                grads = partial(mains[first.slot].elements, first.start - start, last.stop - start)
-            piece = first.piece if first.treatment.by_matrix else None
-            key = f"{flat.bucket.name}/{flat.bucket.low + first.start}"
-            yield Run(flat.masters[run], grads, states, first.treatment, piece, key)
+        buckets = zip(self._turns, self.flats, self._of_bucket, strict=True)
+        return [run for turn, flat, mains in buckets for run in runs_of(flat, mains, turn)]
 
     def weights(self) -> Iterator[Fragment]:
         """What this rank holds of every weight, frozen ones too."""
+        self.settle()
         for flat in self.flats:
             flat.adopt()
         for one in self.frozen:

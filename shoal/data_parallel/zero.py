@@ -16,7 +16,8 @@ from torch import Tensor
 
 from shoal.comm.collectives import Pending, start_all_gather, start_reduce_scatter
 from shoal.data_parallel.entry import Main
-from shoal.data_parallel.flat import Flat, close, is_open, open_
+from shoal.data_parallel.faces import Faces
+from shoal.data_parallel.flat import close, is_open, open_
 from shoal.data_parallel.sharing import Sharing
 from shoal.data_parallel.sync import Sync
 from shoal.local import LocalParameter
@@ -36,13 +37,19 @@ class _Scatter(NamedTuple):
 
 
 class Zero(Sync):
-    """Stages 1 and 2: gradients are reduce-scattered, and the updated parameters gathered."""
+    """Stages 1 and 2: gradients are reduce-scattered, and the updated parameters gathered.
+
+    The buckets of the first units are updated first, and each is gathered while the next is updated, the pass after it
+    too: a unit waits for its own. Until then its parameters are NaN, unless :meth:`settle` has waited for all.
+    """
 
     def set_up(self) -> None:
         self._scattering: dict[int, _Scatter] = {}
         self._begun: set[int] = set()
         """Buckets whose part has sums of this step."""
         self._crossing: list[tuple[int, list[Pending]]] | None = None
+        self._gathering: dict[int, Pending] = {}
+        self._faces = [Faces(flat) for flat in (*self.flats, *self.frozen_flats)]
 
     def begin(self) -> None:
         self._settle(0)
@@ -94,17 +101,43 @@ class Zero(Sync):
             self._add_squares(number)
         self._crossing = None
 
+    @property
+    def _turns(self) -> Sequence[int]:
+        return range(len(self.flats))[::-1]
+
+    def publish(self, turn: int) -> None:
+        number = self._turns[turn]
+        self._arrive(number)
+        flat, group = self.flats[number], self._shards[number]
+        flat.publish()
+        self._faces[number].hide()
+        self._gathering[number] = start_all_gather(flat.params, flat.own_params, group, "parameters")
+
     def published(self) -> None:
-        super().published()
-        gathers = [
-            start_all_gather(flat.params, flat.own_params, group, "parameters")
-            for flat, group in zip(self.flats, self._shards, strict=False)
-            if flat.keep_params
-        ]
-        for pending in gathers:
+        for turn, number in enumerate(self._turns):
+            if number not in self._gathering:
+                self.publish(turn)
+
+    def settle(self) -> None:
+        for number in list(self._gathering):
+            self._arrive(number)
+
+    def enter_unit(self, unit: int, backward: bool) -> None:
+        if self._gathering:
+            for number in sorted({main.bucket for main in self._used_by[unit]}, reverse=True):
+                self._arrive(number)
+
+    def _arrive(self, number: int) -> None:
+        """Wait for what is gathered of a bucket."""
+        if (pending := self._gathering.pop(number, None)) is not None:
             pending.wait()
-        for flat in self.flats:
-            flat.see()
+            self._faces[number].show_whole()
+            self.flats[number].see()
+
+    def check(self, *, under_way: bool = False) -> None:
+        for number in self._gathering:
+            self._faces[number].show_whole()  # nobody reads them before they have arrived
+        super().check(under_way=under_way)
 
 
 class ZeroThree(Zero):
@@ -137,9 +170,10 @@ class ZeroThree(Zero):
         self._units = sorted(self._needs)
         users = [sum(number in numbers for numbers in self._needs.values()) for number in range(len(self._all))]
         self._stays = [resident or count > 1 for count in users]
-        self._gathering: dict[int, Pending] = {}
         self._training = False
-        self._faces = [_Faces(flat) for flat in self._all]
+        for number, flat in enumerate(self._all):
+            if not flat.keep_params:
+                self._faces[number].hide()
 
     def begin(self) -> None:
         super().begin()
@@ -184,9 +218,19 @@ class ZeroThree(Zero):
             for main in self._of_bucket[number]:
                 main.entered, main.held.parameter.grad = False, None
 
+    @property
+    def _turns(self) -> Sequence[int]:
+        return [0] * len(self.flats)
+
+    def publish(self, turn: int) -> None:
+        pass  # what is gathered when it is used
+
     def published(self) -> None:
         Sync.published(self)
         self.release()
+
+    def settle(self) -> None:
+        pass
 
     def release(self) -> None:
         for pending in self._gathering.values():
@@ -215,28 +259,3 @@ class ZeroThree(Zero):
         if not flat.keep_params and is_open(flat.params):
             close(flat.params)
             self._faces[number].hide()
-
-
-class _Faces:
-    """What the parameters of a divided bucket look like from outside: views of the whole while there is a whole; else
-    NaN (zero in whole numbers), since nothing is behind the views, and reading that would be an accident."""
-
-    def __init__(self, flat: Flat) -> None:
-        self._parameters = [] if flat.keep_params else [slot.held.parameter for slot in flat.bucket.slots]
-        self._views = [parameter.data for parameter in self._parameters]
-        self._nothing = [_nothing(parameter) for parameter in self._parameters]
-        self.hide()
-
-    def show_whole(self) -> None:
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.data = view
-
-    def hide(self) -> None:
-        for parameter, nothing in zip(self._parameters, self._nothing, strict=True):
-            parameter.data = nothing
-
-
-def _nothing(parameter: Tensor) -> Tensor:
-    """NaN, or zero in what has none, in the form of ``parameter``."""
-    value = torch.tensor(float("nan") if parameter.is_floating_point() else 0.0)
-    return value.to(parameter.device, parameter.dtype).expand(parameter.shape)

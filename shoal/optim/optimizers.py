@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Protocol
 
 from shoal.comm.world import World
@@ -27,26 +28,31 @@ class Updater:
     """Updates runs of parameters in place from their gradients.
 
     The states are given and exist from the start, so that a checkpoint can be read straight into them. All ranks of
-    ``world`` make and use theirs together, as Muon's matrices may be divided over them.
+    ``world`` make and use theirs together, as Muon's matrices may be divided over them: they come first, and the others
+    in turn.
     """
 
     def __init__(self, config: Optimizer, runs: Sequence[Run], world: World, seed: int = 0) -> None:
         self._lr, self._rounding = config.lr, Rounding(seed)
-        self._optimizers: list[_Updates] = []
+        self._optimizers: list[tuple[_Updates, list[int]]] = []
+        """With the turns whose runs it updates."""
         for name in sorted(Treatments(config).names, reverse=True):
-            mine = [run for run in runs if run.treatment.name == name]
-            if name == "muon":
-                self._optimizers.append(Muon(config, mine, world))  # with nothing of its own too: others ask
-            elif mine:
-                self._optimizers.append(self._elementwise(name, config, mine))
+            mine = sorted((run for run in runs if run.treatment.name == name), key=lambda run: run.turn)
+            if name == "muon":  # with nothing of its own too: others ask
+                self._optimizers.append((Muon(config, mine, world), list(dict.fromkeys(run.turn for run in mine))))
+                continue
+            for turn, together in groupby(mine, key=lambda run: run.turn):
+                self._optimizers.append((self._elementwise(name, config, list(together)), [turn]))
 
-    def update(self, rate: float, factor: float = 1.0) -> float:
+    def update(self, rate: float, factor: float = 1.0, updated: Callable[[int], None] = lambda _: None) -> float:
         """One step on the gradients times ``factor``, at ``rate`` times the configured learning rate, which is
-        returned."""
+        returned. ``updated(turn)`` is called as the runs of a turn, which have one optimizer, are done."""
         lr = self._lr * rate
         self._rounding.updates += 1
-        for optimizer in self._optimizers:
+        for optimizer, turns in self._optimizers:
             optimizer.update(lr, factor)
+            for turn in turns:
+                updated(turn)
         return lr
 
     @property
@@ -57,7 +63,7 @@ class Updater:
     def set_steps(self, steps: int) -> None:
         """How many updates the states stand for."""
         self._rounding.updates = steps
-        for optimizer in self._optimizers:
+        for optimizer, _ in self._optimizers:
             optimizer.set_steps(steps)
 
     def _elementwise(self, name: str, config: Optimizer, runs: Sequence[Run]) -> _Updates:

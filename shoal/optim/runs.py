@@ -25,7 +25,7 @@ class Run:
 
     ``grads()`` is asked for at each update, as it need not be the same memory each time; the update may overwrite it.
     ``piece`` is set for an optimizer that works on whole matrices: the box of a logical matrix that the run is. ``key``
-    names the run, alike on all ranks that hold the same one.
+    names the run, alike on all ranks that hold the same one. Runs of a lower ``turn`` are updated first.
     """
 
     params: Tensor
@@ -34,6 +34,7 @@ class Run:
     treatment: Treatment
     piece: Piece | None = None
     key: str = ""
+    turn: int = 0
 
 
 class Work(NamedTuple):

@@ -1,14 +1,18 @@
-"""When the parameters of a unit are whole, under ZeRO stage 3."""
+"""When the parameters of a unit are whole, under ZeRO."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from replicas import by_hand, make
 
 from shoal.comm.world import World
+from shoal.data_parallel import zero as zero_module
 from shoal.data_parallel.flat import is_open
 from shoal.data_parallel.zero import ZeroThree
+from shoal.errors import ConfigError
 from shoal.mesh import Mesh
 from shoal.train.pool import Pool
 
@@ -151,3 +155,76 @@ def test_parameters_are_whole_while_they_are_used_and_the_next_are_fetched_meanw
     between the passes of a micro-batch, the first between micro-batches."""
     for results in pool.run(watch, uses, resident, ranks=2, timeout_s=20):
         assert results == CASES[uses, resident]
+
+
+# ---- stages 1 and 2: parameters that are gathered while others are updated, and under the next forward pass
+
+
+def ahead(world: World, kind: str) -> dict[str, object]:
+    """Two units of a matrix each are updated in turn; what is there of their parameters, and when."""
+    mesh = Mesh((("dp", 2),), world)
+    held = by_hand(mesh, {"w0": (3, 3), "w1": (3, 3)})
+    sync = make(kind, list(held.values()), mesh, cap_bytes=1)
+    gathered: list[str] = []
+    start = zero_module.start_all_gather
+
+    def noted(out: torch.Tensor, *rest: Any) -> Any:
+        gathered.extend(flat.bucket.name for flat in sync.flats if flat.params is out)
+        return start(out, *rest)
+
+    def seen() -> list[list[float]]:
+        return [sorted(set(one.parameter.nan_to_num(-1.0).flatten().tolist())) for one in held.values()]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero_module, "start_all_gather", noted)
+        sync.begin()
+        sync.reduce(sync.units)
+        sync.finish()
+        found: dict[str, object] = {"turns": [(run.key.partition("/")[0], run.turn) for run in sync.runs()]}
+        for turn in range(2):
+            for run in sync.runs():
+                if run.turn == turn:
+                    run.params.fill_(turn + 1.0)
+            sync.publish(turn)
+            found[f"published {turn}"] = list(gathered), seen()
+        sync.updated(ahead=True)
+        found["updated"] = seen()
+        sync.begin()
+        sync.enter_unit(0, backward=False)
+        found["entered 0"] = seen()
+        sync.check()
+        sync.enter_unit(1, backward=False)
+        found["entered 1"] = seen()
+        sync.published()
+        found["published again"] = len(gathered), seen()
+        sync.settle()
+        found["settled"] = seen()
+        sync.published()
+        list(sync.weights())
+        found["read"] = seen()
+        sync.published()
+        held["w1"].parameter.data = torch.ones(3, 3).double()
+        try:
+            sync.settle()
+        except ConfigError as error:
+            found["given other memory"] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2"])
+def test_a_unit_waits_for_the_parameters_that_are_gathered_while_others_are_updated(kind: str, pool: Pool) -> None:
+    """Those of the first unit first; what has not arrived is NaN (−1 here), never old or half of it new."""
+    there = [[1.0], [2.0]]
+    for found in pool.run(ahead, kind, ranks=2, timeout_s=20):
+        assert "w1 was given other memory" in found.pop("given other memory")
+        assert found == {
+            "turns": [("w1", 1), ("w0", 0)],
+            "published 0": (["w0"], [[-1.0], [0.0]]),
+            "published 1": (["w0", "w1"], [[-1.0], [-1.0]]),
+            "updated": [[-1.0], [-1.0]],
+            "entered 0": [[1.0], [-1.0]],
+            "entered 1": there,
+            "published again": (4, [[-1.0], [-1.0]]),
+            "settled": there,
+            "read": there,
+        }

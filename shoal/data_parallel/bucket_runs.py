@@ -1,0 +1,34 @@
+"""What of a bucket the optimizer updates at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+
+from shoal.data_parallel.buckets import OwnBox
+from shoal.data_parallel.entry import Main
+from shoal.data_parallel.flat import Flat
+from shoal.optim.runs import Run
+
+
+def runs_of(flat: Flat, mains: Sequence[Main], turn: int) -> Iterator[Run]:
+    """Runs of this rank's part of a bucket that the optimizer treats alike: as long as may be where its gradients are
+    in one buffer, else of one parameter each; for an optimizer that works on whole matrices, of one box each."""
+
+    def apart(box: OwnBox) -> tuple[object, ...]:
+        return box.treatment, flat.buffered or box.slot, box.piece if box.treatment.by_matrix else None
+
+    for _, alike in groupby(flat.bucket.own_boxes(), key=apart):
+        boxes = list(alike)
+        first, last = boxes[0], boxes[-1]
+        run = slice(first.start, last.stop)
+        states = {name: state[run] for name, state in flat.states.items()}
+        if flat.buffered:
+            grads = partial(flat.own_gradients, run)
+        else:
+            start = flat.bucket.slots[first.slot].start
+            grads = partial(mains[first.slot].elements, first.start - start, last.stop - start)
+        piece = first.piece if first.treatment.by_matrix else None
+        key = f"{flat.bucket.name}/{flat.bucket.low + first.start}"
+        yield Run(flat.masters[run], grads, states, first.treatment, piece, key, turn)
