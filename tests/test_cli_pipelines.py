@@ -62,6 +62,12 @@ def test_it_is_drawn_where_it_is_told(shoal: Shoal, tmp_path: Path, name: str) -
     [
         (["zbh1", "-p", 4, "-m", 8], ("NAME = zbh1", "did you mean 'zb-h1'?", "gpipe, 1f1b")),
         (["interleaved", "-p", 4, "-m", 6], ("-m = 6", "multiples of 4", "use -m 4 or -m 8")),
+        (["interleaved/4", "-p", 4, "-m", 8], ("NAME = interleaved/4", "use interleaved -v 4")),
+        (["1f1b", "-m", 8], ("-p = (nothing): how many ranks", "use -p 4", "--run RUN.toml")),
+        (["1f1b", "-p", 4], ("-m = (nothing): how many micro-batches", "use -m 4")),
+        (["1f1b", "-p", 0, "-m", 8], ("-p = 0: ", "use 1 or more")),
+        (["1f1b", "-p", "four", "-m", 8], ("-p = four: ", "use a whole number such as 4")),
+        (["list", "-p", 4, "-m", 8, "--memory", "much"], ("--memory = much: ", "use a number such as 0.5")),
         (["zb-v", "-p", 4, "-m", 8, "-v", 3], ("-v = 3", "exactly 2 stages")),
         (["1f1b", "-p", 4, "-m", 8, "--times", "1,2"], ("--times = 1,2", "four numbers")),
         (["1f1b", "-p", 4, "-m", 8, "--times", "1e13,1,1,1"], ("--times = 1e13,1,1,1", "from 0 to below 1e12")),
@@ -73,9 +79,12 @@ def test_what_cannot_be_shown_is_refused(shoal: Shoal, arguments: list[object], 
     refused(shoal("schedule", *arguments), *words)
 
 
-def test_ranks_and_micro_batches_are_asked_for(shoal: Shoal) -> None:
-    for arguments in (["-m", 8], ["-p", 4], ["-p", 0, "-m", 8], ["-p", 4, "-m", 0]):
-        assert shoal("schedule", "1f1b", *arguments).code == 2
+def test_what_to_try_next_stands_apart_from_what_it_is_for(shoal: Shoal) -> None:
+    tips = (
+        shoal("schedule", "pipedream-vertical", "-p", 2, "-m", 2).out.partition("What to try next:\n")[2].splitlines()
+    )
+    assert len({tip.index("shoal ") for tip in tips}) == 1
+    assert all("  shoal " in tip for tip in tips)
 
 
 def test_help_has_an_example(shoal: Shoal) -> None:

@@ -13,12 +13,14 @@ from rich.markup import escape
 from shoal.cli.data import inspect_data, make_data
 from shoal.cli.models import export_folder, generate_text, import_folder, inspect
 from shoal.cli.pipelines import show_schedule
+from shoal.cli.refusals import NamesValues
 from shoal.cli.reports import report
 from shoal.cli.train import show_layout, train, verify
 from shoal.errors import DataError, ShoalError
 from shoal.report.default_command import MakeByDefault
 
 app = typer.Typer(
+    cls=NamesValues,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",

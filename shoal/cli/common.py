@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -85,6 +85,15 @@ def watch(config: Config, json: bool) -> Sequence[Sink]:
     from shoal.train.metrics import JsonLines
 
     return [JsonLines(sys.stdout, only=("step",))] if json else [ConsoleSink(config)]
+
+
+def tell_next(steps: Iterable[tuple[str, str]]) -> None:
+    """Print what to try next: (what for, command) of each."""
+    listed = list(steps)
+    width = max(len(what) for what, _ in listed) + 2
+    console.print("\nWhat to try next:")
+    for what, command in listed:
+        console.print(f"  {escape(what):<{width}}[bold]{escape(command)}[/]")
 
 
 @contextmanager

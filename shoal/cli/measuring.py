@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import typer
 from rich.markup import escape
 
-from shoal.cli.common import announce, console, fewest, nothing, progress_bar, read
+from shoal.cli.common import announce, console, fewest, nothing, progress_bar, read, tell_next
 from shoal.config import Config, load
 from shoal.errors import ConfigError, LayoutError, nearest, setting
 from shoal.layout import Layout
@@ -99,9 +99,7 @@ def show_measured(found: Measured, line: str, run: Path, asked: Asked, picture: 
     console.print(measured_report(found, run), soft_wrap=False)
     if picture is not None:
         console.print(f"\npicture: {escape(str(picture))}, times in milliseconds")
-    console.print("\nWhat to try next:")
-    for what, command in to_do_with(found, run, line, asked):
-        console.print(f"  {what:<36}[bold]{escape(command)}[/]")
+    tell_next(to_do_with(found, run, line, asked))
     console.print(f"\nlayout to use: [bold]--layout {escape(quote(line))}[/]")
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from shoal.cli.common import JsonOption, LayoutOption, SetOption, console, nothing
+from shoal.cli.common import JsonOption, LayoutOption, SetOption, console, nothing, tell_next
 from shoal.cli.measuring import Shape, measured_schedule, show_measured
 from shoal.errors import ConfigError, setting
 
@@ -86,12 +86,12 @@ def show_schedule(
     console.print(pipeline_report(seen), soft_wrap=False)
     if picture is not None:
         console.print(f"\npicture: {escape(str(picture))}")
-    console.print("\nWhat to try next:")
-    for what, command in next_steps(seen, drawn=picture is not None):
-        console.print(f"  {what:<36}[bold]{escape(command)}[/]")
+    tell_next(next_steps(seen, picture is not None, memory))
 
 
 def _given(option: str, number: int | None) -> int:
     if number is None:
-        raise typer.BadParameter("how many? Say so, or name a run file with --run RUN.toml", param_hint=option)
+        what = {"-p": "ranks of the pipeline", "-m": "micro-batches of a step"}[option]
+        legal = f"use {option} 4, or name a run file with --run RUN.toml"
+        raise ConfigError(setting(option, "(nothing)", f"how many {what}", legal))
     return number

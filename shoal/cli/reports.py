@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from shoal.cli.common import JsonOption, console
+from shoal.cli.common import JsonOption, console, tell_next
 
 
 def report(
@@ -48,6 +48,4 @@ def report(
     console.print(overlay_report(seen), soft_wrap=False)
     if out is not None:
         console.print(f"\npicture: {escape(str(out))}")
-    console.print("\nWhat to try next:")
-    for what, command in next_steps(seen, run, path, drawn=out is not None):
-        console.print(f"  {what:<42}[bold]{escape(command)}[/]")
+    tell_next(next_steps(seen, run, path, drawn=out is not None))

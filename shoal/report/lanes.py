@@ -87,11 +87,12 @@ class Lanes:
         boxes = "".join(f"<rect {_inside(part, y, height)}/>" for part in parts)
         self._shapes.append(f'<g class="{name}"><title>{escape(title)}</title>{boxes}{texts}</g>')
 
-    def mark(self, time: float, begin: float, top: float, bottom: float, words: str) -> None:
-        """A moment that concerns all lanes."""
-        x = self._left + (time - begin) * self._unit
+    def mark(self, time: float, begin: float, top: float, bottom: float, words: str, end: float) -> None:
+        """A moment that concerns all lanes, in as many of its ``words`` as there is room for until ``end``."""
+        x, room = self._left + (time - begin) * self._unit, (end - time) * self._unit - 8
         self._shapes.append(f'<path class="mark" d="M{_n(x)} {_n(top + 1)}V{_n(bottom)}"/>')
-        self.text(x + 4, top + 10, words, 10, muted=True)
+        shorter = (words, words.partition(":")[0], words.partition(":")[0].rpartition(" ")[2], "")
+        self.text(x + 4, top + 10, next(each for each in shorter if text_width(each, 10) <= room), 10, muted=True)
 
     def axis(self, begin: float, end: float, y: float, label: Callable[[float], str]) -> float:
         """The clock of a band. Returns where the next thing goes."""

@@ -107,7 +107,8 @@ class Lanes:
             legend.append(letter if plain else "  ", None if plain else Style(bgcolor=colour.fill))
             legend.append(f" {words}   ")
         yield legend
-        notes = ["numbers are those of micro-batches, where there is room"]
+        numbers = "stage.micro-batch" if plain and len(seen.stages[0]) > 1 else "micro-batch"
+        notes = [f"{'after the letter' if plain else 'on a pass'}, where there is room: {numbers}"]
         if seen.is_stream:
             notes.append("below zero: of the steps before")
         yield Text("; ".join(notes), style="dim")

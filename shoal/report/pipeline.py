@@ -220,6 +220,10 @@ def percent(share: float) -> str:
 def admitted(name: str, ranks: int, micro_batches: int, chunks: int | None = None, memory: float | None = None) -> int:
     """The stages a rank of the schedule ``name``. Raises :class:`~shoal.errors.ConfigError` for what it does not
     admit."""
+    stem, slash, number = name.partition("/")
+    if slash and stem in NAMES and number.isdigit():
+        problem = "that is how a layout says the stages a rank, which are -v here"
+        raise ConfigError(setting("NAME", name, problem, f"use {stem} -v {number}"))
     if name not in NAMES:
         legal = f"use one of {', '.join(NAMES)}"
         raise ConfigError(setting("NAME", name, f"is not a schedule{nearest(name, NAMES)}", legal))

@@ -3,6 +3,7 @@ and when."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 
@@ -114,9 +115,9 @@ class _Picture:
             values = [clock(peak), str(seen.weight_versions[rank])]
             for column, value in enumerate(values[: len(self._heads)]):
                 lanes.text(self._right + COLUMN * (column + 1), middle, value, SIZE, anchor="end")
-        for time, words in seen.marks:
-            if begin <= time < stop:
-                lanes.mark(time, begin, y, bottom + 4, words)
+        marks = [(time, words) for time, words in seen.marks if begin <= time < stop]
+        for (time, words), (end, _) in pairwise([*marks, (stop, "")]):
+            lanes.mark(time, begin, y, bottom + 4, words, end)
         for rank, bars in enumerate(seen.bars):
             for bar in bars:
                 if min(bar.stop, stop) > max(bar.start, begin):

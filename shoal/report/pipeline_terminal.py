@@ -115,7 +115,9 @@ def _in_letters(seen: Pipeline, run: _Run) -> Segment:
 
 
 def _version(run: _Run) -> str:
-    return f"{_number(run.left.version, run.columns) if run.left and run.left is run.right else '':<{run.columns}}"
+    """Apart from the next one, unless it is a single digit."""
+    words = str(run.left.version) if run.left and run.left is run.right else ""
+    return f"{words if len(words) < max(run.columns, 2) else '':<{run.columns}}"
 
 
 def _number(number: int, columns: int) -> str:
@@ -150,11 +152,11 @@ def _legend(seen: Pipeline, plain: bool, versions: bool) -> Iterator[Text]:
     legend.append("·" if plain else "  ", None if plain else Style(bgcolor=IDLE.fill))
     yield legend.append(" idle")
     if plain:
-        notes = ["after the letter, where there is room: " + "stage and " * (seen.chunks > 1) + "micro-batch"]
+        notes = ["after the letter, where there is room: " + "stage." * (seen.chunks > 1) + "micro-batch"]
     else:
         notes = ["numbers are those of micro-batches, or their last digits", *chunk_words(seen)]
     if versions:
-        notes.append("after ↳: how many updates the weights have had that the pass uses")
+        notes.append("after ↳, where there is room: how many updates the weights have had that the pass uses")
     yield Text("; ".join(notes), style="dim")
 
 

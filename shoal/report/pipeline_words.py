@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from shlex import quote
 
 from shoal.layout.kinds import SCHEDULES
 from shoal.layout.layout import BUILT, Layout
-from shoal.report.pipeline import ALIKE, Pipeline, clock, percent
+from shoal.report.pipeline import ALIKE, Pipeline, Times, clock, percent
 
 _RANKS = 8
 """Ranks whose numbers are listed one by one."""
@@ -80,21 +81,35 @@ def by_rank(values: Sequence[float]) -> str:
     return f"{', '.join(shown)} on ranks 0–{len(values) - 1}"
 
 
-def next_steps(seen: Pipeline, drawn: bool) -> Iterator[tuple[str, str]]:
-    """(what for, command)."""
-    m, p, name = seen.micro_batches, seen.ranks, seen.name
+def next_steps(seen: Pipeline, drawn: bool, memory: float | None = None) -> Iterator[tuple[str, str]]:
+    """(what for, command): with the times that are seen, and the ``memory`` that was asked for."""
+    m, p, name, times = seen.micro_batches, seen.ranks, seen.name, seen.times
     what, other = _OTHERS[name]
-    yield what, f"shoal schedule {other} -p {p} -m {SCHEDULES[other].nearest_mb(p, m)[-1]}"
-    if seen.times == ALIKE:
-        yield "with times as you measure them", f"shoal schedule {_line(seen)} --times 1,1.2,0.8,0.1"
+    chunks = seen.chunks if SCHEDULES[other].any_chunks else SCHEDULES[other].chunks
+    yield what, _command(other, p, SCHEDULES[other].nearest_mb(p, m)[-1], chunks, times)
+    if times == ALIKE:
+        yield "with times as you measure them", _command(name, p, m, seen.chunks, Times(1, 1.2, 0.8, 0.1), memory)
     if not drawn:
-        yield "a picture with all of it", f"shoal schedule {_line(seen)} --picture out/{name}.svg"
+        yield "a picture with all of it", f"{_command(name, p, m, seen.chunks, times, memory)} --picture out/{name}.svg"
     if _TINY.exists() and name in BUILT["pp"] and 1 < len(seen.home) <= _LAYERS:
-        layout = Layout(pp=p, schedule=name, chunks=seen.chunks, mb=m)
+        own = SCHEDULES[name].made_to_measure and times != ALIKE
+        layout = Layout(
+            pp=p, schedule=name, chunks=seen.chunks, mb=m, list_times=times if own else None, list_memory=memory
+        )
         batch = f" --set data.batch={m}" if _BATCH % m else ""
-        yield "proof that it computes the same", f"shoal verify {_TINY} --layout {layout}{batch}"
+        yield "proof that it computes the same", f"shoal verify {_TINY} --layout {quote(str(layout))}{batch}"
 
 
-def _line(seen: Pipeline) -> str:
-    stages = f" -v {seen.chunks}" if seen.chunks != SCHEDULES[seen.name].chunks else ""
-    return f"{seen.name} -p {seen.ranks} -m {seen.micro_batches}{stages}"
+def _command(name: str, ranks: int, micro_batches: int, chunks: int, times: Times, memory: float | None = None) -> str:
+    """``shoal schedule`` with what is not as it is by itself."""
+    command = f"shoal schedule {name} -p {ranks} -m {micro_batches}"
+    if chunks != SCHEDULES[name].chunks:
+        command += f" -v {chunks}"
+    if times != ALIKE:
+        command += f" --times {','.join(map(_number, times))}"
+    return command if memory is None else f"{command} --memory {_number(memory)}"
+
+
+def _number(number: float) -> str:
+    """As few characters as read back as the same."""
+    return f"{number:g}" if float(f"{number:g}") == number else repr(number)

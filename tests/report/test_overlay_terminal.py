@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -52,3 +53,10 @@ def test_it_says_what_it_comes_to_and_where_the_waits_are() -> None:
     ):  # fmt: skip
         assert words in text
     assert "no rank waited for another" in "\n".join(printed("mb=2", 120))
+
+
+def test_it_says_what_stands_after_a_letter() -> None:
+    said = {line: "\n".join(printed(line, 140)) for line in ("pp=2:zb-v,mb=4", "pp=2,mb=3")}
+    assert "after the letter, where there is room: stage.micro-batch" in said["pp=2:zb-v,mb=4"]
+    assert re.search(r" measured .*[FIW][0-3]\.[0-3]", said["pp=2:zb-v,mb=4"])
+    assert "after the letter, where there is room: micro-batch" in said["pp=2,mb=3"]

@@ -25,7 +25,15 @@ DOCUMENTED: dict[str, tuple[Any, ...]] = {
     "list": (4, 8, 2, Times(1, 1.5, 0.5)),
 }
 LARGE = [(name, 8, 16, None) for name in ("1f1b", "interleaved", "zb-v", "dualpipe-v", "pipedream", "2bw")]
-SIZES = [*LARGE, ("gpipe", 1, 1, None), ("interleaved", 4, 8, 4), ("list", 2, 5, 3), ("1f1b", 20, 100, None)]
+SIZES: list[tuple[Any, ...]] = [
+    *LARGE,
+    ("gpipe", 1, 1, None),
+    ("interleaved", 4, 8, 4),
+    ("list", 2, 5, 3),
+    ("1f1b", 20, 100, None),
+    ("pipedream", 4, 1),
+    ("pipedream-vertical", 4, 2, None, Times(transfer=0.5)),
+]
 
 
 class Drawn:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from itertools import pairwise
 
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.layout import kinds
+from shoal.layout import Layout, kinds
 from shoal.pipeline.program import Op
 from shoal.report.pipeline import NAMES, Pipeline, Times, clock, percent, pipeline
 from shoal.report.pipeline_words import by_rank, figures, next_steps
@@ -187,3 +188,18 @@ def test_what_to_try_next_can_be_done(name: str, micro_batches: int) -> None:
             pipeline(command[2], int(numbers["-p"]), int(numbers["-m"]))
     assert any("--picture" in command for command in commands)
     assert not any("--picture" in command for _, command in next_steps(seen, drawn=True))
+
+
+def test_what_to_try_next_keeps_what_was_asked_for() -> None:
+    times = Times(1, 1 / 3, 1e-7, 0.5)
+    seen = pipeline("list", 2, 4, 2, times, memory=2.5)
+    listed, *_ = commands = [shlex.split(command) for _, command in next_steps(seen, drawn=False, memory=2.5)]
+    assert listed[:3] == ["shoal", "schedule", "zb-v"]
+    schedules = [command for command in commands if command[1] == "schedule"]
+    assert all(Times.parse(command[command.index("--times") + 1]) == times for command in schedules)
+    assert ["--memory" in command for command in schedules] == [False, True]
+    (verify,) = [command for command in commands if command[1] == "verify"]
+    layout = Layout.parse(verify[verify.index("--layout") + 1])
+    assert layout == Layout(pp=2, schedule="list", chunks=2, mb=4, list_times=times, list_memory=2.5)
+    offered = [next(next_steps(pipeline(name, 2, 4, 3), drawn=True))[1] for name in ("interleaved", "breadth-first")]
+    assert offered == ["shoal schedule zb-v -p 2 -m 4", "shoal schedule interleaved -p 2 -m 4 -v 3"]

@@ -85,6 +85,19 @@ def test_a_stream_has_the_weights_below() -> None:
     assert not any("↳" in line for line in printed(pipeline("pipedream", 8, 16), 80))
 
 
+@pytest.mark.parametrize("width", [180, 200, 300])
+def test_versions_do_not_run_together(width: int) -> None:
+    seen = pipeline("pipedream", 4, 8)
+    rows = [line for line in printed(seen, width) if line.lstrip().startswith("↳")]
+    assert len(rows) == 4
+    for row, bars in zip(rows, seen.bars, strict=True):
+        shown = [int(word) for word in row.partition("↳")[2].split()]
+        versions = [bar.version for bar in bars]
+        assert max(shown) == max(versions) >= 20
+        in_order = iter(versions)
+        assert all(version in in_order for version in shown)
+
+
 def test_it_ends_in_the_numbers() -> None:
     text = "\n".join(printed(pipeline("zb-h2", 4, 8), 140))
     for said in (
