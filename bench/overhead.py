@@ -209,7 +209,7 @@ def measure(world: World, duel: Duel, case: Case, realtime: bool) -> Outcome:
         steps |= {label(name, mb): step for name, step in named.items()}
     batches = contest.batches(case, world, CHECKED + case.pairs)
     checked = [{name: step(batch) for name, step in steps.items()} for batch in batches[:CHECKED]]
-    difference = {}
+    difference: dict[str, float] = {}
     for mb in MBS:
         names = [label(name, mb) for name in (SHOAL, *contest.peers)]
         difference |= compare(names[0], [{name: seen[name] for name in names} for seen in checked])
