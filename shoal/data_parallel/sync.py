@@ -111,7 +111,7 @@ class Sync:
             keep_grads=sharing.keep_grads,
             half_grads=sharing.half_grads,
             masters=sharing.masters,
-            versions=sharing.versions,
+            versions=sharing.versions or (sharing.int8_gather and sharing.keep_params),
             trains=trains,
         )
 
