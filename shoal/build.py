@@ -181,6 +181,8 @@ def sharing_of(layout: Layout) -> Sharing:
         or any(act.op is Op.INPUT_GRADIENT for one in passes_of(layout) for act in one.actions),
         half_grads=layout.half_grads,
         versions=layout.asynchronous,
+        int8_gather=layout.int8_gather,
+        int8_reduce=layout.int8_reduce,
         size=(layout.zero_group or layout.alike * dict(layout.tensor_axes).get("a", 1)) if layout.zero else 1,
         keep_params=layout.zero < 3,
         keep_grads=layout.zero < 2,
@@ -208,7 +210,7 @@ def sync_of(
         case 1 | 2:
             return Zero(trained, frozen, treat, mesh, sharing)
         case _:
-            resident = layout.stages > 1 or sharing.split_backward
+            resident = layout.keep_params or layout.stages > 1 or sharing.split_backward
             return ZeroThree(trained, frozen, treat, mesh, sharing, uses=uses, resident=resident)
 
 

@@ -363,18 +363,16 @@ class Engine:
         if self._flow is not None:
             self._flow.update(first)
             return
-        factor = clip_factor(self._grad_norm, self.optimizer.clip) / self._guard.scale
+        clip = clip_factor(self._grad_norm, self.optimizer.clip) / self._guard.scale
         self._updated = self._guard.passes(self._grad_norm)
         if (end := self._guard.end(self.steps_done + 1, self._grad_norm, self.optimizer.lr)) is not None:
             raise end
-        at = self.rate(self.steps_done)
-        self._lr = self._updater.update(at, factor, self._sync.publish) if self._updated else 0.0
+        self._lr = self._updater.update(self.rate(self.steps_done), clip, self._sync.publish) if self._updated else 0.0
         self._sync.updated(ahead=True)
 
     def _contexts(self, **options: Any) -> Callable[[Batch], Any]:
         """Makes the context of a micro-batch, as far as it is this rank's."""
-        localise, coords = self._interpreter.localise, self.mesh.coords
-        return lambda batch: localise(self.task.context(batch, **options), coords)
+        return lambda batch: self._interpreter.localise(self.task.context(batch, **options), self.mesh.coords)
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:

@@ -176,6 +176,7 @@ CASES = [
     ("mlp", "dp=4,zero=3/2"),
     ("chain", "dp=2,mb=2"),
     ("chain", "dp=3,zero=3,mb=2"),
+    ("chain", "dp=3,zero=3{keep=step},mb=2"),
     ("chain", "dp=2,pp=2"),
     ("chain", "dp=2,pp=2:gpipe{layers=3/5},zero=1,mb=3"),
     ("chain", "dp=2,pp=2{layers=1/7},zero=2,mb=3"),

@@ -6,7 +6,8 @@ hidden size, V vocabulary. Sizes divide, so that nothing is padded, but where a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,44 @@ def test_zero_in_groups_gathers_inside_them_and_sums_across(line: str, pool: Poo
         assert words["dp/gradients"] == pytest.approx(ring(inside) * PSI + 2 * ring(across) * share, rel=1e-12)
         gathered = ring(inside) * (2 * PSI - TABLE - NORMS[0])
         assert words.get("dp/parameters", 0.0) == pytest.approx(gathered, rel=1e-12)
+
+
+@pytest.mark.parametrize(("n", "mb"), [(2, 4), (4, 2)])
+def test_zero_3_that_keeps_parameters_for_a_step_moves_as_much_as_stage_1(n: int, mb: int, pool: Pool) -> None:
+    """2(N−1)/N·Ψ, however many micro-batches add up."""
+    for words in received(pool, read("tiny"), f"dp={n},zero=3{{keep=step}},mb={mb}"):
+        assert words["dp/gradients"] == words["dp/parameters"] == pytest.approx(ring(n) * PSI, rel=1e-12)
+
+
+def packed(buckets: Sequence[int], parts: int) -> int:
+    """Bytes of one of the ``parts`` of each bucket as int8 blocks of 256 with a scale in float32."""
+    return sum(-(-bucket // parts // 256) * 260 for bucket in buckets)
+
+
+@pytest.mark.parametrize(
+    "line", ["dp=2,zero=1", "dp=4,zero=2/2,mb=2", "dp=2,zero=3,mb=2", "dp=4,zero=3/2", "dp=4,zero=3/2{keep=step},mb=2"]
+)
+def test_int8_blocks_move_a_byte_a_word_and_their_scales(line: str, pool: Pool) -> None:
+    """65/256 of the bytes of float32. Inside a group each rank receives a part from each other (N−1 of N parts), per
+    gather and per sum; across the groups its part of a part twice, as an exchange and a gather."""
+    layout = Layout.parse(line)
+    size = layout.zero_group or layout.dp
+    across, twice = layout.dp // size, layout.zero == 3 and not layout.keep_params
+    first, last = TABLE, TABLE + NORMS[0]
+    buckets = [first, *[BLOCK] * LAYERS, last] if layout.zero == 3 else [PSI]
+    one = packed(buckets, size)
+    gathered, sums = one, 1
+    if twice:  # for each pass, but where passes meet
+        gathered, sums = 2 * layout.mb * one - layout.mb * packed([last], size), layout.mb
+        gathered -= (layout.mb - 1) * packed([first], size)
+    of_part = packed([bucket // size for bucket in buckets], across) if across > 1 else 0
+    rounded = str(replace(layout, int8_gather=True, int8_reduce=True))
+    for words in received(pool, read("tiny"), rounded):
+        moved = sum(n for key, n in words.items() if key.endswith("gradients int8"))
+        assert moved == sums * (size - 1) * one + 2 * (across - 1) * of_part
+        assert words["dp/parameters int8"] == (size - 1) * gathered
+        assert "dp/gradients" not in words
+        assert "dp/parameters" not in words
 
 
 def tensor_words(

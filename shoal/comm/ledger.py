@@ -5,6 +5,8 @@ tensor, a rank receives (p−1)/p·n words in an all-gather or a reduce-scatter,
 broadcast unless it is the root (averaged over the ranks: (p−1)/p·n). In a reduce to a root, p−1 terms of n words are
 received between all of them, by the root or on the way there: (p−1)/p·n again. A message from rank to rank counts where
 it is received.
+
+A word is an element, of whatever dtype; a byte of what goes as int8 blocks, whose purpose says so.
 """
 
 from __future__ import annotations

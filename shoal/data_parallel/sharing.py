@@ -20,6 +20,11 @@ class Sharing:
     """Whether parameters in half precision have float32 copies, which the optimizer works on."""
     versions: bool = False
     """Whether the model may compute with older parameters than the newest."""
+    int8_gather: bool = False
+    """Whether parameters are gathered rounded to blocks of int8. What is kept whole then has masters apart from it,
+    which are exact."""
+    int8_reduce: bool = False
+    """Whether the terms of sums of gradients are rounded to blocks of int8."""
     split_backward: bool = False
     """Whether weight gradients may come later than the gradients of inputs (:mod:`shoal.model.linear`)."""
     cap_bytes: int = BUCKET_BYTES

@@ -104,13 +104,14 @@ class Sync:
         """Make what a subclass has besides, once buckets and groups are there."""
 
     def _flat(self, bucket: Bucket, *, trains: bool = True) -> Flat:
+        sharing = self._sharing
         return Flat(
             bucket,
-            keep_params=self._sharing.keep_params,
-            keep_grads=self._sharing.keep_grads,
-            half_grads=self._sharing.half_grads,
-            masters=self._sharing.masters,
-            versions=self._sharing.versions,
+            keep_params=sharing.keep_params,
+            keep_grads=sharing.keep_grads,
+            half_grads=sharing.half_grads,
+            masters=sharing.masters,
+            versions=sharing.versions or (sharing.int8_gather and sharing.keep_params),
             trains=trains,
             zeros=self._mesh.world.zeros,
         )

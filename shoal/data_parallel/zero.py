@@ -14,10 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.comm import quantised
 from shoal.comm.collectives import Pending, start_all_gather, start_reduce_scatter
+from shoal.comm.world import Group
 from shoal.data_parallel.entry import Main
 from shoal.data_parallel.faces import Faces
-from shoal.data_parallel.flat import close, is_open, open_
+from shoal.data_parallel.flat import Flat, close, is_open, open_
 from shoal.data_parallel.sharing import Sharing
 from shoal.data_parallel.sync import Sync
 from shoal.local import LocalParameter
@@ -50,6 +52,9 @@ class Zero(Sync):
         self._crossing: list[tuple[int, list[Pending]]] | None = None
         self._gathering: dict[int, Pending] = {}
         self._faces = [Faces(flat) for flat in (*self.flats, *self.frozen_flats)]
+        if self._sharing.int8_gather and self._sharing.keep_params:  # the first pass computes as the others do
+            Zero.published(self)
+            Zero.settle(self)
 
     def begin(self) -> None:
         self._settle(0)
@@ -62,7 +67,8 @@ class Zero(Sync):
         more = torch.empty_like(flat.own_grads) if number in self._begun else None
         self._begun.add(number)
         into = flat.own_grads if more is None else more
-        pending = start_reduce_scatter(into, flat.grads, self._shards[number], "gradients")
+        start = quantised.start_reduce_scatter if self._rounds(flat.grads) else start_reduce_scatter
+        pending = start(into, flat.grads, self._shards[number], "gradients")
         self._scattering[number] = _Scatter(pending, more, last)
         self._settle(IN_FLIGHT)
 
@@ -108,10 +114,24 @@ class Zero(Sync):
     def publish(self, turn: int) -> None:
         number = self._turns[turn]
         self._arrive(number)
-        flat, group = self.flats[number], self._shards[number]
-        flat.publish()
+        self.flats[number].publish()
         self._faces[number].hide()
-        self._gathering[number] = start_all_gather(flat.params, flat.own_params, group, "parameters")
+        self._gathering[number] = self._start_gather(self.flats[number], self._shards[number])
+
+    def _start_gather(self, flat: Flat, group: Group) -> Pending:
+        rounds = self._sharing.int8_gather and flat.params.is_floating_point()
+        start = quantised.start_all_gather if rounds else start_all_gather
+        return start(flat.params, flat.own_params, group, "parameters")
+
+    def _rounds(self, gradients: Tensor) -> bool:
+        return self._sharing.int8_reduce and gradients.is_floating_point()
+
+    def _start_cross(self, number: int) -> list[Pending]:
+        """Those of other groups of ``zero=S/G`` too, and of whoever holds what here is divided."""
+        own = self.flats[number].own_grads
+        if self.flats[number].bucket.spans_stages or not self._rounds(own):
+            return super()._start_cross(number)
+        return [quantised.start_all_reduce(own[part], group, "gradients") for part, group in self._crosses[number]]
 
     def published(self) -> None:
         for turn, number in enumerate(self._turns):
@@ -245,7 +265,7 @@ class ZeroThree(Zero):
         if not is_open(flat.params):
             open_(flat.params)
             self._faces[number].show_whole()
-            self._gathering[number] = start_all_gather(flat.params, flat.own_params, self._shards[number], "parameters")
+            self._gathering[number] = self._start_gather(flat, self._shards[number])
 
     def _give_up(self, unit: int, last_use: bool) -> None:
         for number in self._needs[unit]:

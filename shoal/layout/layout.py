@@ -127,6 +127,13 @@ class Layout:
     """What is sharded: 1 optimizer states, 2 gradients too, 3 parameters too."""
     zero_group: int | None = None
     """Shard inside groups of this many of the dp·cp ranks and replicate across them; None shards over all."""
+    int8_gather: bool = False
+    """Whether ZeRO gathers parameters rounded to blocks of int8, a quarter of the bytes (qwZ of ZeRO++)."""
+    int8_reduce: bool = False
+    """Whether the terms of ZeRO's sums of gradients are rounded to blocks of int8 (qgZ of ZeRO++)."""
+    keep_params: bool = False
+    """Whether stage 3 keeps parameters whole from their first use in a step to their last, and gradients until they
+    have added up, however many micro-batches that takes. In a pipeline it does so in any case."""
     sync: str = "allreduce"
     servers: int | None = None
     """Parameter servers; under ``sync="server"`` None becomes 1."""

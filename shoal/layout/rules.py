@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import LayoutError, nearest, setting
 from shoal.layout import kinds
 from shoal.layout.kinds import SCHEDULES, Grid, Times, nearest_numbers
-from shoal.layout.text import context_text, pipeline_text, tensor_text, value_text
+from shoal.layout.text import context_text, pipeline_text, tensor_text, value_text, zero_text
 
 if TYPE_CHECKING:
     from shoal.layout.layout import Layout, ModelShape
@@ -56,6 +56,11 @@ def check_fields(layout: Layout) -> None:
     if layout.zero_group is not None and (layout.zero == 0 or layout.zero_group < 1):
         problem = "stage 0 shards nothing, so it has no groups" if layout.zero == 0 else "sizes start at 1"
         raise refusal(layout, "zero", problem, f"use zero={layout.zero}")
+    if layout.zero == 0 and (layout.int8_gather or layout.int8_reduce):
+        raise refusal(layout, "zero", "stage 0 divides nothing, and its sums are exact", "use zero=0")
+    if layout.keep_params and layout.zero != 3:
+        legal = zero_text(layout.zero, layout.zero_group, layout.int8_gather, layout.int8_reduce)
+        raise refusal(layout, "zero", "only stage 3 gives parameters back between passes", f"use zero={legal}")
     if layout.sync == "allreduce" and (layout.servers is not None or layout.stale):
         raise refusal(layout, "sync", "all-reduce has no servers and no staleness", "use sync=allreduce")
     if (layout.servers is not None and layout.servers < 1) or layout.stale < 0:
@@ -180,7 +185,8 @@ def _check_groups(layout: Layout) -> None:
     replicas, experts = layout.alike, layout.dp * layout.cp * layout.tp
     if layout.zero_group is not None and replicas % layout.zero_group:
         sizes = nearest_numbers(layout.zero_group, lambda n: replicas % n == 0, most=replicas)
-        legal = _use("zero", [f"{layout.zero}/{size}" for size in sizes])
+        options = layout.int8_gather, layout.int8_reduce, layout.keep_params
+        legal = _use("zero", [zero_text(layout.zero, size, *options) for size in sizes])
         product = "dp·cp·depth" if layout.tp_kind == "2.5d" else "dp·cp"
         raise refusal(layout, "zero", f"the group does not divide {product} = {replicas}", legal)
     if experts % layout.etp:

@@ -68,7 +68,13 @@ _KEYS = {
     "cp": _Key("N[:ring|ulysses|gather|UxR]", "cp=2:ring", "cp", kind="cp_kind"),
     "ep": _Key("N", "ep=2", "ep"),
     "etp": _Key("N", "etp=2", "etp"),
-    "zero": _Key("0|1|2|3[/G]", "zero=3/8", "zero", number="zero_group"),
+    "zero": _Key(
+        "0|1|2|3[/G][{gather=int8;reduce=int8;keep=step}]",
+        "zero=3/8",
+        "zero",
+        number="zero_group",
+        options={"gather": "int8_gather", "reduce": "int8_reduce", "keep": "keep_params"},
+    ),
     "sync": _Key(
         "allreduce|server[/N][{stale=S}]",
         "sync=server/2{stale=1}",
@@ -202,8 +208,8 @@ def _read_option(name: str, option: str, key: str, text: str) -> str | int | flo
             return _decimal(option, key, text)
         case "times":
             return tuple(_decimal(part, key, text) for part in option.split("/"))
-        case "grads":
-            if option != text.partition("{")[0]:
+        case "grads" | "gather" | "reduce" | "keep":
+            if option != {"grads": text.partition("{")[0], "keep": "step"}.get(name, "int8"):
                 raise _malformed(key, text)
             return True
     return tuple(_whole(part, key, text) for part in option.split("/"))
@@ -277,7 +283,7 @@ def value_text(layout: Layout, key: str) -> str:
     if key == "cp":
         return context_text(layout.cp, layout.cp_kind, layout.cp_grid)
     if key == "zero":
-        return str(layout.zero) + (f"/{layout.zero_group}" if layout.zero_group is not None else "")
+        return zero_text(layout.zero, layout.zero_group, layout.int8_gather, layout.int8_reduce, layout.keep_params)
     if key == "sync":
         default = 1 if layout.sync == "server" else None
         servers = f"/{layout.servers}" if layout.servers not in (None, default) else ""
@@ -307,6 +313,12 @@ def context_text(size: int, kind: str, grid: Grid) -> str:
     if kind == "UxR":
         kind = grid_text(grid) or kind
     return str(size) + (f":{kind}" if kind != "ring" else "")
+
+
+def zero_text(stage: int, group: int | None, gather: bool = False, reduce: bool = False, keep: bool = False) -> str:
+    """``1``, ``3/8``, ``3{gather=int8;keep=step}``."""
+    options = ["gather=int8"] * gather + ["reduce=int8"] * reduce + ["keep=step"] * keep
+    return str(stage) + (f"/{group}" if group is not None else "") + (f"{{{';'.join(options)}}}" if options else "")
 
 
 def pipeline_text(

@@ -188,16 +188,18 @@ def _zero(layout: Layout) -> tuple[str, str]:
     elif side > 1:
         what += f", those of vectors by {n * side}, over a too"
     scattered, scatters, gathered, gathers, about = _when(layout), _each(layout), "after the update", _each(layout), ""
-    if layout.zero == 3 and layout.stages > 1:
+    if layout.zero == 3 and (layout.stages > 1 or layout.keep_params):
         # Its micro-batches overlap: what has been gathered stays until the step's last use of it.
         gathered = "when first used"
     elif layout.zero == 3:
         scattered, scatters, gathered, gathers, about = "after each pass", m, "for each pass", 2 * m, "at most "
     words = (gathers + scatters) * (g - 1) / g + _each(layout) * _twice(n // g or 1) / g
     whose = "each of their elements" if only_vectors else "each of its parameters"
+    rounded = [name for name, is_so in (("gradients", layout.int8_reduce), ("parameters", layout.int8_gather)) if is_so]
+    as_int8 = f", of {' and '.join(rounded)} rounded to int8" if rounded else ""
     return what, (
         f"gradients are scattered {scattered}, parameters gathered {gathered}; "
-        f"words received for {whose}: {about}{words:.3g}"
+        f"words received for {whose}: {about}{words:.3g}{as_int8}"
     )
 
 

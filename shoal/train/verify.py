@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from shoal.config import Config
 from shoal.data.batches import Batch, mask_labels
 from shoal.errors import LayoutError, setting
 from shoal.layout import Layout
+from shoal.layout.text import value_text
 from shoal.model.decoder import Decoder
 from shoal.placement import Box, Fragment, assemble
 from shoal.train.delayed import pipedream, two_bw
@@ -97,6 +98,11 @@ def verify(config: Config, layout: Layout, pool: Pool, steps: int = STEPS) -> Re
     if layout.dtype not in TOLERANCE:
         problem = "rounding would hide what verify is to find"
         raise LayoutError(setting("layout.dtype", layout.dtype, problem, "use dtype=float64 or dtype=float32"))
+    if layout.int8_gather or layout.int8_reduce:
+        exact = replace(layout, int8_gather=False, int8_reduce=False)
+        problem = "what int8 blocks round away would hide what verify is to find"
+        legal = f"verify the same without, zero={value_text(exact, 'zero')}: it differs by that rounding alone"
+        raise LayoutError(setting("layout.zero", value_text(layout, "zero"), problem, legal))
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as name:
         folder = Path(name)
         (truth,) = pool.run(run_reference, config, layout, steps, folder, ranks=1)

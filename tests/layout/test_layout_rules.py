@@ -142,6 +142,9 @@ REFUSALS = [
     ("pp=2:pipedream", {"tied": True}, "pp", "2:pipedream", ["model.tied=false", "pp=2:1f1b"]),
     ("sync=server,zero=1", {}, "zero", "1", ["zero=0"]),
     ("zero=0/2", {}, "zero", "0/2", ["zero=0"]),
+    ("zero=0{reduce=int8}", {}, "zero", "0{reduce=int8}", ["zero=0"]),
+    ("dp=2,zero=2{gather=int8;keep=step}", {}, "zero", "2{gather=int8;keep=step}", ["zero=2{gather=int8}"]),
+    ("dp=6,zero=3/4{gather=int8}", {}, "zero", "3/4{gather=int8}", ["zero=3/3{gather=int8}", "zero=3/6{gather=int8}"]),
     ("sync=allreduce/2", {}, "sync", "allreduce/2", ["sync=allreduce"]),
     ("recompute=none{stages=0}", {}, "recompute", "none{stages=0}", ["recompute=none"]),
     # ranks that do not multiply to the world

@@ -21,6 +21,7 @@ NAMED = [
     ("tiny", "dp=2,zero=2"),
     ("tiny", "dp=4,zero=3"),
     ("tiny", "dp=4,zero=3/2"),
+    ("tiny6", "dp=3,zero=3{keep=step},mb=4"),
     ("tiny", "tp=2"),
     ("tiny", "tp=4:1d-sp"),
     ("tiny", "pp=2:gpipe,mb=4"),

@@ -14,7 +14,7 @@ from shoal.config import Config, load
 from shoal.data_parallel.flat import Flat
 from shoal.data_parallel.sync import Sync
 from shoal.engine import Engine
-from shoal.errors import RankFailed
+from shoal.errors import LayoutError, RankFailed
 from shoal.layout import Layout
 from shoal.pipeline.weights import Weights
 from shoal.report.parity import parity_table
@@ -63,6 +63,13 @@ def test_a_synchronous_layout_is_held_to_one_process(pool: Pool) -> None:
     assert list(report.max_rel) == ["loss", "grad_norm", "grad", "weight"]
     assert report.as_json()["compared_with"] == "one process"
     assert "computes what one process computes." in shown(report)
+
+
+@pytest.mark.parametrize("options", ["gather=int8", "reduce=int8", "gather=int8;reduce=int8;keep=step"])
+def test_a_layout_that_rounds_is_refused_and_told_which_one_to_verify(options: str, pool: Pool) -> None:
+    kept = r"\{keep=step\}" * ("keep" in options)
+    with pytest.raises(LayoutError, match=rf"int8 blocks round away .*; verify the same without, zero=3{kept}: "):
+        verify(read(), exact(f"dp=2,zero=3{{{options}}}"), pool, 1)
 
 
 @pytest.mark.parametrize(
