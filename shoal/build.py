@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.backends import Reduction
 from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.buckets import BUCKET_BYTES
+from shoal.data_parallel.server import Server
 from shoal.data_parallel.sharing import Sharing
 from shoal.data_parallel.sync import Sync
 from shoal.data_parallel.zero import Zero, ZeroThree
@@ -174,8 +176,9 @@ def run_of(
 
 
 def sharing_of(layout: Layout) -> Sharing:
-    """``zero`` and ``dtype``: what replicas divide, over how many, and the precision of gradients."""
+    """``zero``, ``sync`` and ``dtype``: what replicas divide, over how many, and the precision of gradients."""
     return Sharing(
+        servers=layout.servers or 0,
         # Which passes an order has that is made to measure may depend on the model.
         split_backward=kinds.SCHEDULES[layout.schedule].made_to_measure
         or any(act.op is Op.INPUT_GRADIENT for one in passes_of(layout) for act in one.actions),
@@ -204,6 +207,9 @@ def sync_of(
     trained = [one for one in held if one.parameter.requires_grad]
     frozen = [one for one in held if not one.parameter.requires_grad]
     sharing = replace(sharing_of(layout), masters=masters)
+    if layout.sync == "server":
+        joined: Reduction = "max" if layout.reduce == "max" else "sum"
+        return Server(trained, frozen, treat, mesh, sharing, uses=uses, reduction=joined, stale=layout.stale)
     match layout.zero:
         case 0:
             return AllReduce(trained, frozen, treat, mesh, sharing)

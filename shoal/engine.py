@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal import checkpoint
+from shoal.behind import Behind
 from shoal.build import (
     check_optimizers,
     held_units,
@@ -27,9 +28,10 @@ from shoal.build import (
 from shoal.comm.collectives import all_reduce, broadcast, start_all_reduce
 from shoal.comm.world import World
 from shoal.config import Optimizer
-from shoal.data_parallel.buffers import average, copy_from_first
+from shoal.data_parallel.buffers import average, copy_from_first, put_back
+from shoal.data_parallel.server import Server
 from shoal.errors import ConfigError, Diverged
-from shoal.feed import check_same, check_same_plan, micro_batches, weights_of
+from shoal.feed import check_same, check_same_plan, loss_scale, micro_batches, weights_of
 from shoal.flow import Flow, updates_by_layer, updates_of
 from shoal.layout import Layout
 from shoal.local import adapt, allot, buffer_fragments, drop, lay_out, persistent_buffers
@@ -155,18 +157,22 @@ class Engine:
             leave_unit=self._sync.leave_unit,
             unit_done=self._sync.unit_done,
             postpone=self._sync.postpone,
-            reduce=lambda stage, first: self._reduce(stages[stage], stage, first),
+            reduce=lambda stage, first: self._reduce(stages[stage], first),
             norm=self._norm,
             update=self._update,
         )
         found = [Stage(stage, stage == 0, stage == last, runs[stage]) for stage in own]
         self._executor = Executor(self.task, found, handlers, self._lines, self.recorder)
         self._last = homes[last]
-        self._flow = self._open_flow(mine) if self.layout.asynchronous else None
+        self._flow = self._open_flow() if self.layout.delayed else None
 
-    def _open_flow(self, units: Sequence[int]) -> Flow:
-        """What an asynchronous schedule makes of steps."""
+    def _open_flow(self) -> Flow | Behind:
+        """What steps are made of whose gradients meet newer weights: by an asynchronous schedule, or by servers."""
         layout, mesh, device = self.layout, self.mesh, self.world.device
+        if isinstance(sync := self._sync, Server):
+            run = partial(self._executor.run, self._programs.train)
+            common = self._updater, self._guard, self.optimizer, self.rate
+            return Behind(run, sync, *common, layout, mesh, self._interpreter.loss_axes)
         stream = Stream(layout.schedule, layout.pp, mesh.coords["pp"], layout.mb)
         memories = [(memory, [Place(*each) for each in places]) for memory, places in self._sync.buckets()]
         weights = Weights(self.task.module, memories, oldest=stream.oldest)
@@ -177,7 +183,7 @@ class Engine:
 
         return Flow(
             stream, begin, self._sync, weights, self._updater, self._guard, self.optimizer, self.rate,
-            units=reversed(units), stage=stage, replicas=self._replicas, losses=self._losses,
+            stage=stage, replicas=self._replicas, losses=self._losses,
         )  # fmt: skip
 
     def step(self, batch: Batch) -> StepResult | None:
@@ -198,12 +204,12 @@ class Engine:
             return self._begin_step(self._flow, batches)
         self._sync.begin()
         weight = weights_of(self.task, batches, self.world.device).sum()
+        denominator = weight if self.layout.reduce == "mean" else weight.clone()
         agreed = start_all_reduce(weight, self._replicas, "weight")
 
         def scale(_: int) -> Tensor:
             agreed.wait()
-            known = torch.where(weight > 0, self._guard.scale / weight, 0.0)
-            return torch.where(weight.isfinite(), known, torch.nan)  # of which every gradient then is
+            return loss_scale(denominator, self._guard.scale)
 
         contexts = self._contexts(seed=self.seed, step=self.steps_done, train=True)
         buffers = [buffer.clone() for buffer in self._buffers]
@@ -212,13 +218,13 @@ class Engine:
                 loss = self._executor.run(self._programs.train, batches, contexts, scale)
         except BaseException as error:
             self._sync.release()
-            self._put_back(buffers)
+            put_back(self._buffers, buffers)
             self._cut_short = not isinstance(error, Diverged)
             raise
         agreed.wait()  # a rank without a gradient of its own has not asked for the scale
         all_reduce(loss, self._losses, "loss")
         if not self._updated:
-            self._put_back(buffers)
+            put_back(self._buffers, buffers)
         average(self._buffers, self._replicas)
         if not self.overlap:
             self._sync.settle()
@@ -228,7 +234,7 @@ class Engine:
         self._finished = [result]
         return result
 
-    def _begin_step(self, flow: Flow, batches: list[dict[str, Tensor]]) -> StepResult | None:
+    def _begin_step(self, flow: Flow | Behind, batches: list[dict[str, Tensor]]) -> StepResult | None:
         contexts = self._contexts(seed=self.seed, step=self.steps_done, train=True)
         try:
             flow.step(self.steps_done, batches, weights_of(self.task, batches, self.world.device), contexts)
@@ -244,10 +250,6 @@ class Engine:
         """The results of the steps that have finished since this was last asked, in order."""
         found, self._finished = self._finished, []
         return found
-
-    def _put_back(self, buffers: list[Tensor]) -> None:
-        for buffer, before in zip(self._buffers, buffers, strict=True):
-            buffer.copy_(before)
 
     @property
     def skipped(self) -> int:
@@ -345,9 +347,9 @@ class Engine:
         in them."""
         return list(self._sync.gradients())
 
-    def _reduce(self, units: range, stage: int, first: int) -> None:
+    def _reduce(self, units: range, first: int) -> None:
         if self._flow is not None:
-            self._flow.reduce(stage, first)
+            self._flow.reduce(reversed(units), first)
         else:
             self._sync.reduce(reversed(units))
 

@@ -53,6 +53,12 @@ def weights_of(task: Task, batches: Sequence[Batch], device: torch.device) -> Te
     return torch.stack([weight.to(device, torch.float64) for weight in weights])
 
 
+def loss_scale(weight: Tensor, scale: float) -> Tensor:
+    """What summed losses whose denominator is ``weight`` are multiplied by: NaN, of which every gradient then is, where
+    that is not finite."""
+    return torch.where(weight.isfinite(), torch.where(weight > 0, scale / weight, 0.0), torch.nan)
+
+
 def check_same(batch: Batch, group: Group, device: torch.device) -> None:
     """Raise :class:`ConfigError` on all ranks of ``group`` unless all were given the same ``batch``."""
     parts = ((name.encode(), batch[name].detach().cpu().contiguous()) for name in sorted(batch))

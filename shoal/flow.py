@@ -24,6 +24,7 @@ from shoal.comm.world import Group
 from shoal.config import Optimizer
 from shoal.data_parallel.sync import Sync
 from shoal.errors import Diverged
+from shoal.feed import loss_scale
 from shoal.model.context import Batch
 from shoal.optim.clip import clip_factor
 from shoal.optim.guard import Guard
@@ -73,14 +74,13 @@ class Flow:
         optimizer: Optimizer,
         rate: Callable[[int], float],
         *,
-        units: Iterable[int],
         stage: Group,
         replicas: Group,
         losses: Group,
     ) -> None:
         self._stream, self._sync, self._weights = stream, sync, weights
         self._updater, self._guard, self._optimizer, self._rate = updater, guard, optimizer, rate
-        self._units, self._stage, self._replicas, self._losses = list(units), stage, replicas, losses
+        self._stage, self._replicas, self._losses = stage, replicas, losses
         self._running = begin(self._scale)
         self._open: deque[_Step] = deque()
         self._finished: list[StepResult] = []
@@ -139,9 +139,9 @@ class Flow:
 
     # ---- what the stream's actions mean
 
-    def reduce(self, stage: int, first: int) -> None:
-        """The gradients of a batch are complete on this rank."""
-        self._sync.reduce(self._units)
+    def reduce(self, units: Iterable[int], first: int) -> None:
+        """The gradients of a batch are complete on this rank, which has ``units``."""
+        self._sync.reduce(units)
         if not self._stream.per_micro_batch:
             self._sync.depart()
             self._find(first).place = self._sync.filling
@@ -189,8 +189,7 @@ class Flow:
         step = self._find(micro_batch)
         if step.scales is None:
             step.agreed.wait()
-            known = torch.where(step.weights > 0, step.scale / step.weights, 0.0)
-            step.scales = torch.where(step.weights.isfinite(), known, torch.nan)
+            step.scales = loss_scale(step.weights, step.scale)
         return step.scales[micro_batch - step.first]
 
     def _find(self, micro_batch: int) -> _Step:

@@ -5,9 +5,9 @@ logical tensors: the whole of one, a block of one, or blocks of several when wei
 one matrix). Padding is in no piece.
 
 From a :class:`Rule`, which gives the placement at any coordinates of the mesh, a :class:`Census` derives who must sum
-gradients with whom and how often an element is held, and :func:`divide` who may shard what they hold. Nothing lists
-such groups by hand: data and context parallelism, replicated key/value heads, tied embeddings on two stages are all the
-same derivation.
+gradients with whom and how often an element is held, and :func:`divide` (or :func:`serve`) who may shard what they
+hold. Nothing lists such groups by hand: data and context parallelism, replicated key/value heads, tied embeddings on
+two stages are all the same derivation.
 """
 
 from __future__ import annotations
@@ -97,6 +97,9 @@ class Division:
     The ranks ``shard`` hold one part each, this rank part number ``part``: they reduce-scatter gradients and gather
     parameters. ``cross`` are the ranks that must then sum this part, ``same`` all those that hold it. When nothing is
     divided, ``shard`` is this rank alone, ``cross`` are the summing ranks and ``same`` all copies.
+
+    Under a parameter server only some of ``shard`` hold parts, its ``servers``. The others have none: their ``part`` is
+    the one after the last, ``cross`` they are alone, and ``same`` is nobody.
     """
 
     shard: tuple[int, ...]
@@ -105,6 +108,12 @@ class Division:
     same: tuple[int, ...]
     across_stages: bool = False
     """Whether the summing ranks are of several pipeline stages."""
+    servers: tuple[int, ...] = ()
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The ranks that hold the parts, in their order."""
+        return self.servers or self.shard
 
 
 @dataclass(frozen=True)
@@ -201,12 +210,9 @@ def divide(who: Holders, grid: Grid, rank: int, size: int) -> Division:
 
     Never over ranks of different stages: one would wait for a gather while the other waits for its activations.
     """
-    lines: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for copy in who.copies:
-        coords = grid.coords(copy)
-        lines[tuple(at for axis, at in coords.items() if axis not in LOCKSTEP)].append(copy)
-    part = {copy: place % size for line in lines.values() for place, copy in enumerate(line)}
-    mine = next(line for line in lines.values() if rank in line)
+    lines = _lines(who, grid)
+    part = {copy: place % size for line in lines for place, copy in enumerate(line)}
+    mine = next(line for line in lines if rank in line)
     assert len(mine) <= size or len(mine) % size == 0, f"{len(mine)} ranks in groups of {size}"
     start = mine.index(rank) // size * size
     return Division(
@@ -214,8 +220,40 @@ def divide(who: Holders, grid: Grid, rank: int, size: int) -> Division:
         part=part[rank],
         cross=tuple(other for other in who.summing if part[other] == part[rank]),
         same=tuple(other for other in who.copies if part[other] == part[rank]),
-        across_stages=len({grid.coords(other).get("pp") for other in who.summing}) > 1,
+        across_stages=_across_stages(who, grid),
     )
+
+
+@lru_cache(maxsize=4096)
+def serve(who: Holders, grid: Grid, rank: int, servers: int) -> Division:
+    """Divide what ``who`` hold, among ranks that move in lockstep, over those of the first ``servers`` replicas."""
+    lines = _lines(who, grid)
+    owners = [[copy for copy in line if grid.coords(copy)["dp"] < servers] for line in lines]
+    part = {owner: place for line in owners for place, owner in enumerate(line)}
+    mine, serving = next((line, those) for line, those in zip(lines, owners, strict=True) if rank in line)
+    assert serving, f"ranks {mine} have no server among {servers} replicas"
+    own = part.get(rank)
+    return Division(
+        shard=tuple(mine),
+        part=len(serving) if own is None else own,
+        cross=(rank,) if own is None else tuple(other for other in who.summing if part.get(other) == own),
+        same=() if own is None else tuple(other for other in who.copies if part.get(other) == own),
+        across_stages=_across_stages(who, grid),
+        servers=tuple(serving),
+    )
+
+
+def _lines(who: Holders, grid: Grid) -> list[list[int]]:
+    """The copies, those together that move in lockstep."""
+    lines: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for copy in who.copies:
+        coords = grid.coords(copy)
+        lines[tuple(at for axis, at in coords.items() if axis not in LOCKSTEP)].append(copy)
+    return list(lines.values())
+
+
+def _across_stages(who: Holders, grid: Grid) -> bool:
+    return len({grid.coords(other).get("pp") for other in who.summing}) > 1
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

@@ -14,6 +14,9 @@ class StepResult:
     ``skipped``, because a gradient was not finite. Under PipeDream, where each micro-batch is an update of each stage,
     the norm is the root mean square over them, ``skipped`` says that a stage has skipped one, alone: of those of
     ``micro_batches``, counted from 0 in the step; and ``lr`` is 0 only where this rank's stage has skipped all of them.
+
+    ``age`` is how many of the steps before it had not been applied to the weights that its gradients were made with,
+    under servers that are that far behind.
     """
 
     step: int
@@ -23,3 +26,4 @@ class StepResult:
     weight: float
     skipped: bool = False
     micro_batches: tuple[int, ...] = ()
+    age: int = 0

@@ -25,7 +25,7 @@ TIERS = (
     ("acyclic", {"layout", "config"}),
     ("acyclic", {"model", "optim", "data", "placement", "local", "mesh", "comm", "meter"}),
     ("apart", {"pipeline", "data_parallel", "tensor", "context", "expert", "memory", "checkpoint"}),
-    ("acyclic", {"build", "feed", "flow", "result"}),
+    ("acyclic", {"build", "feed", "flow", "behind", "result"}),
     ("apart", {"engine"}),
     ("apart", {"train"}),
     ("apart", {"cli"}),

@@ -18,7 +18,7 @@ from shoal.layout import Layout
 from shoal.train.pool import Pool
 
 SGD = Optimizer(name="sgd", lr=1.0, weight_decay=0.0, clip=0)
-REPLICAS = ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"]
+REPLICAS = ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=2,sync=server"]
 
 
 def summed(output: Tensor, batch: Any) -> Tensor:

@@ -85,7 +85,7 @@ def losses_and_weights(world: World, line: str) -> tuple[list[StepResult], list[
 def test_every_stage_of_zero_computes_the_same(dtype: str, pool: Pool) -> None:
     """But for the norm's rounding, which the clipping carries to the masters."""
     found = {}
-    for line in ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"):
+    for line in ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=2,sync=server", "dp=2,sync=server/2"):
         ranks = pool.run(losses_and_weights, f"{line},dtype={dtype}", ranks=2)
         found[line] = [one.loss for one in ranks[0][0]], put_together(held for _, held in ranks)
     (losses, full), *others = found.values()
@@ -96,7 +96,17 @@ def test_every_stage_of_zero_computes_the_same(dtype: str, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "bf16{grads=bf16}"])
-@pytest.mark.parametrize("line", ["dp=1,mb=2", "dp=2,zero=3", "tp=2:1d-sp", "pp=2:1f1b,mb=4", "dp=2,tp=2,zero=1,mb=2"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "dp=1,mb=2",
+        "dp=2,zero=3",
+        "dp=3,sync=server/2",
+        "tp=2:1d-sp",
+        "pp=2:1f1b,mb=4",
+        "dp=2,tp=2,zero=1,mb=2",
+    ],
+)
 def test_layouts_stay_near_one_process_in_float32(line: str, dtype: str, pool: Pool) -> None:
     """As near as rounding lets them: the loss to half a per cent, the weights to a tenth of what training moved."""
     ((expected, truth),) = pool.run(losses_and_weights, "dtype=float32", ranks=1)
@@ -156,7 +166,14 @@ def resumed(world: World, line: str, folder: Path) -> tuple[list[Held], list[Hel
 
 
 @pytest.mark.parametrize(
-    "line", ["dp=2,dtype=bf16", "dp=2,zero=1,dtype=bf16", "dp=2,zero=3,dtype=fp16", "tp=2,dtype=bf16"]
+    "line",
+    [
+        "dp=2,dtype=bf16",
+        "dp=2,zero=1,dtype=bf16",
+        "dp=2,zero=3,dtype=fp16",
+        "dp=2,sync=server,dtype=fp16",
+        "tp=2,dtype=bf16",
+    ],
 )
 def test_a_checkpoint_has_the_masters_and_goes_on_to_the_last_bit(line: str, pool: Pool, tmp_path: Path) -> None:
     expected = put_together(pool.run(half_way, line, tmp_path, ranks=2))

@@ -61,7 +61,7 @@ def overflowing(world: World, line: str, folder: Path) -> tuple[list[bool], floa
     return skipped, engine._guard.scale, [one.skipped for one in train(other, config, 1)]
 
 
-@pytest.mark.parametrize("line", ["dp=2,zero=2,dtype=fp16", "pp=2,mb=4,dtype=fp16"])
+@pytest.mark.parametrize("line", ["dp=2,zero=2,dtype=fp16", "dp=2,sync=server,dtype=fp16", "pp=2,mb=4,dtype=fp16"])
 def test_a_scale_that_overflows_falls_on_all_ranks_alike(line: str, pool: Pool, tmp_path: Path) -> None:
     (first, *others) = pool.run(overflowing, line, tmp_path, ranks=2)
     skipped, value, after = first

@@ -20,6 +20,7 @@ from shoal.placement import (
     divide,
     flat_boxes,
     holders,
+    serve,
     stacked,
     whole,
 )
@@ -174,6 +175,37 @@ def test_divisions_agree_between_ranks_and_count_each_term_once(
         assert set(mine.same) == {other for other in who[rank].copies if seen[other].part == mine.part}
         terms = [term for other in mine.cross for term in seen[other].shard]
         assert sorted(terms) == list(who[rank].summing)
+
+
+@pytest.mark.parametrize(
+    ("axes", "rule", "rank", "servers", "expected"),
+    [
+        ({"dp": 4}, everywhere("w"), 1, 2, Division((0, 1, 2, 3), 1, (1,), (1,), servers=(0, 1))),
+        ({"dp": 4}, everywhere("w"), 3, 2, Division((0, 1, 2, 3), 2, (3,), (), servers=(0, 1))),
+        ({"dp": 2, "tp": 2}, everywhere("w"), 1, 1, Division((1, 3), 0, (0, 1), (0, 1), servers=(1,))),
+        # Work that is duplicated on tp: each server there has the sum already.
+        ({"dp": 2, "tp": 2}, everywhere("w", "tp"), 1, 1, Division((1, 3), 0, (1,), (0, 1), servers=(1,))),
+        ({"dp": 2, "tp": 2}, everywhere("w", "tp"), 3, 1, Division((1, 3), 1, (3,), (), servers=(1,))),
+        # What is alike along the depth, too, has its servers at each place of that.
+        ({"dp": 2, "depth": 2}, everywhere("w"), 1, 1, Division((0, 1, 2, 3), 1, (1,), (1,), servers=(0, 1))),
+        # Two stages have servers of their own, which sum what they share.
+        ({"pp": 3, "dp": 2}, TIED, 4, 1, Division((4, 5), 0, (0, 4), (0, 4), across_stages=True, servers=(4,))),
+        ({"pp": 3, "dp": 2}, TIED, 5, 1, Division((4, 5), 1, (5,), (), across_stages=True, servers=(4,))),
+    ],
+)
+def test_the_first_replicas_serve_ranks_that_move_in_lockstep_with_them(
+    axes: dict[str, int], rule: Rule, rank: int, servers: int, expected: Division
+) -> None:
+    grid = Grid(tuple(axes.items()))
+    assert serve(of(rule, rank, grid), grid, rank, servers) == expected
+
+
+def test_ranks_without_a_part_are_no_owners() -> None:
+    grid = Grid((("dp", 3),))
+    seen = [serve(of(everywhere("w"), rank, grid), grid, rank, 2) for rank in range(3)]
+    assert [one.owners for one in seen] == [(0, 1)] * 3
+    assert [one.part for one in seen] == [0, 1, 2]
+    assert divide(of(everywhere("w"), 1, grid), grid, 1, 3).owners == (0, 1, 2)
 
 
 @given(st.lists(st.integers(0, 4), max_size=4), st.integers(0, 300), st.integers(0, 300))

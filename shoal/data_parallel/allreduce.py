@@ -30,7 +30,8 @@ class AllReduce(Sync):
 
     def depart(self) -> None:
         if not self._departed:
-            self._pending += [(number, self._start_cross(number)) for number in self._across_stages]
+            shared = [number for number, flat in enumerate(self.flats) if flat.bucket.spans_stages]
+            self._pending += [(number, self._start_cross(number)) for number in sorted(shared, key=self._by_name)]
         self._departed = True
 
     def finish(self) -> None:

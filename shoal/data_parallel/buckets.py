@@ -60,8 +60,8 @@ class Bucket:
     """Parameters side by side, all with the same optimizer: ``slots`` by unit, last unit first, those that decay before
     those that do not; ``ranges`` cuts the same elements where the holders change.
 
-    ``shard`` are the ranks that divide the bucket; this one's part is ``low`` … ``high`` − 1 of its ``size`` elements,
-    which are rounded up to a multiple of the ranks.
+    ``shard`` are the ranks that divide the bucket, or have it divided by those of them that are its ``owners``; this
+    one's part is ``low`` … ``high`` − 1 of its ``size`` elements, which are rounded up to a multiple of the owners.
     """
 
     def __init__(self, held: Sequence[LocalParameter], divide: Callable[[Holders], Division], treat: Treat) -> None:
@@ -75,11 +75,12 @@ class Bucket:
             start = self.slots[-1].stop if self.slots else 0
             self.slots.append(Slot(one, start, start + one.parameter.numel()))
         self.ranges = _ranges(self.slots, divide)
-        (self.shard,) = {part.division.shard for part in self.ranges} or {divide(held[0].holders[0]).shard}
-        each = -(-self.slots[-1].stop // len(self.shard))
-        self.size = each * len(self.shard)
-        part = divide(held[0].holders[0]).part
-        self.low, self.high = part * each, part * each + each
+        divisions = [part.division for part in self.ranges] or [divide(held[0].holders[0])]
+        ((self.shard, self.owners),) = {(each.shard, each.owners) for each in divisions}
+        each = -(-self.slots[-1].stop // len(self.owners))
+        self.size = each * len(self.owners)
+        part = divisions[0].part
+        self.low, self.high = min(part * each, self.size), min(part * each + each, self.size)
 
     @property
     def alone(self) -> bool:

@@ -44,5 +44,11 @@ def average(buffers: Iterable[Tensor], replicas: Group) -> None:
             buffer.copy_(values.view_as(buffer))
 
 
+def put_back(buffers: Iterable[Tensor], before: Iterable[Tensor]) -> None:
+    """Give buffers the values that they had ``before``."""
+    for buffer, values in zip(buffers, before, strict=True):
+        buffer.copy_(values)
+
+
 def _real(buffer: Tensor) -> Tensor:
     return torch.view_as_real(buffer) if buffer.is_complex() else buffer

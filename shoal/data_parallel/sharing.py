@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from shoal.data_parallel.buckets import BUCKET_BYTES
+from shoal.mesh import Grid
+from shoal.placement import Division, Holders, divide, serve
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """What replicas divide: nothing, or over ``size`` of them whatever they do not keep whole."""
+    """What replicas divide: nothing, or over ``size`` of them whatever they do not keep whole; or the first of them do,
+    as ``servers`` of all."""
 
     size: int = 1
+    servers: int = 0
     keep_params: bool = True
     keep_grads: bool = True
     half_grads: bool = False
@@ -29,3 +35,9 @@ class Sharing:
     """Whether weight gradients may come later than the gradients of inputs (:mod:`shoal.model.linear`)."""
     cap_bytes: int = BUCKET_BYTES
     """Of a bucket: as large as that if its units are not larger."""
+
+    def divider(self, grid: Grid, rank: int) -> Callable[[Holders], Division]:
+        """Divides what ranks hold, as ``rank`` sees it."""
+        if self.servers:
+            return partial(serve, grid=grid, rank=rank, servers=self.servers)
+        return partial(divide, grid=grid, rank=rank, size=self.size)

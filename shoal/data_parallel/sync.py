@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +28,15 @@ from shoal.model.linear import attach_sink
 from shoal.optim.clip import global_norm, squared_norm
 from shoal.optim.runs import Run
 from shoal.optim.treatment import Treat
-from shoal.placement import Fragment, divide
+from shoal.placement import Fragment
 
 
 class Sync:
     """Keeps the main gradients of ``trained`` parameters. When :meth:`finish` is done, what :meth:`runs` shows the
     optimizer are their sums over all replicas. ``treat`` says how the optimizer treats each.
 
-    ``must_see`` says whether parameters come and go with the units that use them.
-
-    Subclasses say how a bucket is sent (:meth:`_send`) and how the sums are completed (:meth:`finish`).
+    ``must_see`` says whether parameters come and go with the units that use them. Subclasses say how a bucket is sent
+    (:meth:`_send`) and how the sums are completed (:meth:`finish`).
     """
 
     must_see = False
@@ -52,7 +50,7 @@ class Sync:
         sharing: Sharing,
     ) -> None:
         self._mesh, self._sharing = mesh, sharing
-        self._divide = partial(divide, grid=mesh.grid, rank=mesh.world.rank, size=sharing.size)
+        self._divide = sharing.divider(mesh.grid, mesh.world.rank)
         divisions = [self._divide(who) for one in (*trained, *frozen) for who in one.holders]
         mesh.open_groups({ranks for each in divisions for ranks in (each.shard, each.cross)})
         for ranks in sorted({each.cross for each in divisions if each.across_stages}):
@@ -337,11 +335,9 @@ class Sync:
         own = self.flats[number].own_grads
         return [start_all_reduce(own[part], group, "gradients") for part, group in self._crosses[number]]
 
-    @property
-    def _across_stages(self) -> list[int]:
-        """The buckets that several stages sum, in an order that is the same on all of them."""
-        found = [number for number, flat in enumerate(self.flats) if flat.bucket.spans_stages]
-        return sorted(found, key=lambda number: self.flats[number].bucket.name)
+    def _by_name(self, number: int) -> str:
+        """Orders buckets alike on all stages that share some of them."""
+        return self.flats[number].bucket.name
 
     def _add_squares(self, number: int) -> None:
         """A bucket's sums are there. An element of which several ranks tell the norm counts once between them."""

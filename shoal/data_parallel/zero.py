@@ -87,9 +87,7 @@ class Zero(Sync):
 
     def depart(self) -> None:
         if self._crossing is None:
-            # By name, which is the same on all stages that share a parameter.
-            crossing = [number for number, crosses in enumerate(self._crosses) if crosses]
-            crossing.sort(key=lambda number: self.flats[number].bucket.name)
+            crossing = sorted((number for number, crosses in enumerate(self._crosses) if crosses), key=self._by_name)
             if crossing:
                 self._settle(0)
             self._crossing = [(number, self._start_cross(number)) for number in crossing]

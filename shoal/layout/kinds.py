@@ -8,6 +8,7 @@ from math import isqrt, log, prod
 
 ZERO_STAGES = (0, 1, 2, 3)
 SYNCS = ("allreduce", "server")
+REDUCES = ("mean", "sum", "max")
 TENSOR_KINDS = ("1d", "1d-sp", "2d", "2.5d", "3d", "AxBxC")
 TENSOR_FORMS = ("gather", "loop")
 SUMMA_KINDS = ("2d", "2.5d")

@@ -26,6 +26,7 @@ __all__ = ["BUILT", "Layout", "ModelShape", "Offload"]
 # "auto") list "".
 BUILT: dict[str, tuple[str, ...]] = {
     "zero": ("1", "2", "3"),
+    "sync": ("server",),
     "tp": ("1d", "1d-sp", "2d", "2.5d", "3d", "AxBxC"),
     "pp": (
         "gpipe",
@@ -138,7 +139,10 @@ class Layout:
     servers: int | None = None
     """Parameter servers; under ``sync="server"`` None becomes 1."""
     stale: int = 0
-    """Updates by which a server's answer may be out of date; 0 is synchronous."""
+    """Steps by which a server's answer may be out of date, and replicas ahead of one another; 0 is synchronous."""
+    reduce: str = "mean"
+    """What servers make of the replicas' gradients: the mean over all tokens, as an all-reduce does, or of the means
+    over each replica's own the sum, or element by element the largest value."""
     mb: int = 1
     """Micro-batches of one step."""
     recompute: str = "none"
@@ -231,8 +235,14 @@ class Layout:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether steps overlap, so that gradients meet weights newer than those they were made with."""
+        """Whether the passes of steps overlap, so that gradients meet weights newer than those they were made with."""
         return kinds.SCHEDULES[self.schedule].asynchronous
+
+    @property
+    def delayed(self) -> bool:
+        """Whether gradients meet weights newer than those they were made with, for whichever reason: what is computed
+        then is a recurrence of its own, and a step's result is known when later ones have begun."""
+        return self.asynchronous or self.stale > 0
 
     @property
     def stages(self) -> int:

@@ -39,6 +39,7 @@ def check_fields(layout: Layout) -> None:
         ("pp", layout.schedule, tuple(SCHEDULES)),
         ("cp", layout.cp_kind, kinds.CONTEXT_KINDS),
         ("sync", layout.sync, kinds.SYNCS),
+        ("sync", layout.reduce, kinds.REDUCES),
         ("recompute", layout.recompute, kinds.RECOMPUTES),
         ("dtype", layout.dtype, kinds.DTYPES),
         *(("offload", part.what, kinds.OFFLOAD_WHATS) for part in layout.offload),
@@ -61,8 +62,9 @@ def check_fields(layout: Layout) -> None:
     if layout.keep_params and layout.zero != 3:
         legal = zero_text(layout.zero, layout.zero_group, layout.int8_gather, layout.int8_reduce)
         raise refusal(layout, "zero", "only stage 3 gives parameters back between passes", f"use zero={legal}")
-    if layout.sync == "allreduce" and (layout.servers is not None or layout.stale):
-        raise refusal(layout, "sync", "all-reduce has no servers and no staleness", "use sync=allreduce")
+    if layout.sync == "allreduce" and (layout.servers is not None or layout.stale or layout.reduce != "mean"):
+        problem = "all-reduce has no servers, no staleness and no other reduction than the mean"
+        raise refusal(layout, "sync", problem, "use sync=allreduce")
     if (layout.servers is not None and layout.servers < 1) or layout.stale < 0:
         raise refusal(layout, "sync", "servers start at 1 and staleness at 0", "use sync=server")
     if layout.half_grads and layout.dtype not in kinds.HALVES:
@@ -149,8 +151,8 @@ def _check_measures(layout: Layout) -> None:
 def check_together(layout: Layout) -> None:
     """Fields that exclude one another, on a layout whose grids and stages are derived."""
     _check_pipeline(layout)
-    if layout.sync == "server" and layout.zero:
-        raise refusal(layout, "zero", "sync=server keeps the optimizer states on the servers", "use zero=0")
+    if layout.sync == "server":
+        _check_servers(layout)
     if SCHEDULES[layout.schedule].asynchronous and layout.zero > 1:
         problem = f"{layout.schedule} keeps several weight versions, which zero > 1 cannot shard"
         raise refusal(layout, "zero", problem, "use zero=1")
@@ -179,6 +181,24 @@ def _check_pipeline(layout: Layout) -> None:
     if list(chosen) != legal_stages:
         legal = f"use recompute={layout.recompute}{{stages={'/'.join(map(str, legal_stages))}}}"
         raise refusal(layout, "recompute", f"stages are 0 to {stages - 1}, ascending, each once", legal)
+
+
+def _check_servers(layout: Layout) -> None:
+    if layout.zero:
+        raise refusal(layout, "zero", "sync=server keeps the optimizer states on the servers", "use zero=0")
+    if SCHEDULES[layout.schedule].asynchronous:
+        problem = f"servers take in whole steps one after another, and under {layout.schedule} steps overlap"
+        raise refusal(layout, "sync", problem, f"use sync=allreduce or pp={layout.pp}:1f1b")
+    assert layout.servers is not None
+    if layout.dp != -1 and layout.servers > layout.dp:
+        problem = f"servers are replicas, of which there are {layout.dp}"
+        raise refusal(layout, "sync", problem, _use("sync", [f"server/{layout.dp}"]))
+    if layout.reduce == "max" and layout.cp * layout.tp * layout.pp > 1:
+        problem = "the largest is of whole gradients, and with cp, tp or pp ranks may have a part of one each"
+        raise refusal(layout, "sync", problem, "use sync=server{reduce=sum}")
+    if layout.reduce != "mean" and layout.cp > 1:
+        problem = "a replica's own mean is over its ranks of cp, which do not tell each other"
+        raise refusal(layout, "sync", problem, "use sync=server")
 
 
 def _check_groups(layout: Layout) -> None:

@@ -76,12 +76,12 @@ _KEYS = {
         options={"gather": "int8_gather", "reduce": "int8_reduce", "keep": "keep_params"},
     ),
     "sync": _Key(
-        "allreduce|server[/N][{stale=S}]",
+        "allreduce|server[/N][{stale=S;reduce=mean|sum|max}]",
         "sync=server/2{stale=1}",
         "sync",
         word=True,
         number="servers",
-        options={"stale": "stale"},
+        options={"stale": "stale", "reduce": "reduce"},
     ),
     "mb": _Key("N", "mb=4", "mb"),
     "recompute": _Key(
@@ -200,7 +200,7 @@ def _read_value(key: str, text: str) -> dict[str, Any]:
 
 def _read_option(name: str, option: str, key: str, text: str) -> str | int | float | Grid | Times:
     match name:
-        case "form":
+        case "form" | "reduce":
             return option
         case "stale":
             return _whole(option, key, text)
@@ -287,7 +287,9 @@ def value_text(layout: Layout, key: str) -> str:
     if key == "sync":
         default = 1 if layout.sync == "server" else None
         servers = f"/{layout.servers}" if layout.servers not in (None, default) else ""
-        return layout.sync + servers + (f"{{stale={layout.stale}}}" if layout.stale else "")
+        options = {"stale": layout.stale or None, "reduce": layout.reduce if layout.reduce != "mean" else None}
+        given = ";".join(f"{name}={value}" for name, value in options.items() if value is not None)
+        return layout.sync + servers + (f"{{{given}}}" if given else "")
     if key == "recompute":
         return layout.recompute + _braced(stages=layout.recompute_stages)
     if key == "dtype":

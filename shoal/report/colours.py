@@ -32,7 +32,8 @@ class Colours:
         among = ("depth",) if owned.is_part else ("dp", "cp", "depth")
         self._alike = {axis: size for axis, size in owned.grid.axes if axis in among and size > 1}
         alike = prod(self._alike.values())
-        self._replicas = min(layout.zero_group or alike, alike) if layout.zero else 1
+        self._replicas = min(layout.zero_group or alike, alike) if layout.zero or layout.servers else 1
+        self._which = "that divide" if layout.zero else "of which the first serve"
 
     def of(self, ranks: Sequence[int]) -> str:
         coords = [self._grid.coords(rank) for rank in ranks]
@@ -59,7 +60,7 @@ class Colours:
             return f"a colour for {self._of_the_pipeline}" if self._pipeline > 1 else ""
         replica = " and ".join(dict.fromkeys("depth" if axis == "depth" else "replica" for axis in self._alike))
         if self._places == 1:
-            return f"a colour for each of the {self._replicas} replicas that divide, grey for all of them"
+            return f"a colour for each of the {self._replicas} replicas {self._which}, grey for all of them"
         several = "paler for several, " * (self._places > 2)
         return f"a colour for each place on {' × '.join(self._named())}, {several}grey for all of them" + (
             f", lighter to darker by {replica}" if self._replicas > 1 else ""

@@ -37,7 +37,8 @@ def layout_picture(owned: Ownership) -> str:
         y = card.draw(canvas, y, inside) + 16
     notes = "Numbers in boxes are the ranks that hold them. Sides grow with the square root of sizes."
     if owned.is_part:
-        notes += " Hatched: held by other replicas." if owned.layout.zero else " Every replica holds the same."
+        apart = owned.layout.zero or owned.layout.servers
+        notes += " Hatched: held by other replicas." if apart else " Every replica holds the same."
     canvas.text(_MARGIN, y + 8, notes, 10, colour=MUTED)
     return canvas.document(inside + 2 * _MARGIN, y + 28, f"Who holds which block of each weight under {owned.layout}")
 

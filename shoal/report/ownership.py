@@ -7,9 +7,9 @@ tensors without memory are laid out, so neither a model nor a world can be too l
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby, product
 from math import prod
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from shoal.local import LocalParameter, held_at, logical_parameters
 from shoal.mesh import Grid
 from shoal.model.task import Task
 from shoal.optim.treatment import Treatments
-from shoal.placement import Box, Fragment, divide
+from shoal.placement import Box, Fragment
 
 Kind = Literal["weight", "state"]
 MANY = 64
@@ -256,7 +256,7 @@ def _fragments(
     too, then a unit at a time."""
     if sharing.keep_params:
         yield from (("weight", part) for one in held for part in one.fragments("weight", one.parameter))
-    cut: Callable[..., Any] = partial(divide, grid=grid, rank=rank, size=sharing.size)
+    cut = sharing.divider(grid, rank)
     for bucket in build_buckets(held, cut, Treatments(Optimizer()), sharing.cap_bytes):
         own = torch.empty(bucket.high - bucket.low, device="meta")
         for part in bucket.own_fragments("state", own, cut):

@@ -96,6 +96,8 @@ def meaning(layout: Layout) -> Iterator[tuple[str, str, str]]:
         yield f"tp={value_text(layout, 'tp')}", what, "; ".join(filter(None, (cost, summed)))
     if layout.zero:
         yield f"zero={value_text(layout, 'zero')}", *_zero(layout)
+    if layout.servers:
+        yield f"sync={value_text(layout, 'sync')}", *_served(layout, layout.servers)
     if m > 1:
         sent = "each is an update of its own" if _each(layout) > 1 else "their gradients add up and are sent once"
         yield f"mb={m}", f"a step takes {m} micro-batches one after another", sent
@@ -157,7 +159,7 @@ def _when(layout: Layout) -> str:
 
 def _sum_cost(layout: Layout) -> str:
     n = layout.alike
-    if layout.zero or n == 1:
+    if layout.zero or layout.servers or n == 1:
         return ""
     summed = f"gradients are summed{_over(layout)} {_when(layout)}"
     times, formula = _each(layout), "2M(N−1)/N" if _each(layout) > 1 else "2(N−1)/N"
@@ -203,6 +205,24 @@ def _zero(layout: Layout) -> tuple[str, str]:
     )
 
 
+def _served(layout: Layout, servers: int) -> tuple[str, str]:
+    n = layout.alike
+    owners = servers * n // layout.dp
+    who = "the first replica serves: it keeps" if servers == 1 else f"the first {servers} replicas serve: they divide"
+    what = f"{who} the optimizer states"
+    made = {
+        "mean": "",
+        "sum": "; what is applied is the sum of the replicas' mean gradients",
+        "max": "; what is applied is, element by element, the largest of the replicas' mean gradients",
+    }
+    behind = f"; gradients are those of weights {counted(layout.stale, 'step')} old" if layout.stale else ""
+    words = f"{(n + owners - 2) / owners:.3g} by a rank that serves" + ", 1 by another" * (owners < n)
+    cost = f"words received for each of its parameters: {words}" if n > 1 else "nothing is sent"
+    return what + made[
+        layout.reduce
+    ] + behind, f"gradients are pushed there, and parameters pulled, once a step; {cost}"
+
+
 def _recompute(layout: Layout) -> tuple[str, str]:
     where = ""
     if layout.recompute_stages is not None:
@@ -213,7 +233,9 @@ def _recompute(layout: Layout) -> tuple[str, str]:
 
 
 def keeps(layout: Layout) -> tuple[str, ...]:
-    """What lies alike on the ranks, and apart from that what lies otherwise: ZeRO divides some of it."""
+    """What lies alike on the ranks, and apart from that what lies otherwise: ZeRO divides some of it, or some serve."""
+    if layout.servers:
+        return "weights, gradients", "optimizer states"
     return {
         1: ("weights, gradients", "optimizer states"),
         2: ("weights", "gradients, optimizer states"),

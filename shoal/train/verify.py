@@ -6,8 +6,9 @@ before clipping (clipping would hide an error of scale), the weights after each 
 several ranks hold. Labels are masked unequally between samples, so a mean of means shows.
 
 An asynchronous pipeline computes something else than one process by design: it is held to the recurrence that defines
-it (:mod:`~shoal.train.delayed`), at the same tolerance. Between two drains its ranks have weights of different ages, so
-weights are compared after drains: one in the middle, from which the stream begins anew, and the last.
+it (:mod:`~shoal.train.delayed`), at the same tolerance; and parameter servers that are behind, to theirs
+(:mod:`~shoal.train.served`). Between two drains ranks have weights of different ages, so weights are compared after
+drains: one in the middle, from which the stream begins anew, and the last.
 
 Full tensors are assembled from the boxes that the ranks hold into NaN, so a box that nobody holds shows too.
 """
@@ -37,11 +38,12 @@ from shoal.placement import Box, Fragment, assemble
 from shoal.train.delayed import pipedream, two_bw
 from shoal.train.pool import Pool
 from shoal.train.reference import PlainTrainer
+from shoal.train.served import ServedTrainer
 from shoal.train.setup import fit, learning_rate, make_engine, make_model, materialise_alone, open_data
 
 STEPS = 5
 DRAIN_AFTER = 3
-"""Steps of an asynchronous pipeline before it is drained in the middle."""
+"""Steps of an asynchronous layout before it is drained in the middle."""
 TOLERANCE = {"float64": 1e-9, "float32": 2e-5}
 """Largest relative differences. In half precision rounding is larger than what a fault does, so nothing is proved."""
 
@@ -50,7 +52,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 2e-5}
 class Report:
     """What was compared and how far apart it was, worst step each.
 
-    ``max_rel`` has loss, grad_norm, grad (unless the pipeline is asynchronous) and weight; ``drift`` is the largest
+    ``max_rel`` has loss, grad_norm, grad (unless the layout is asynchronous) and weight; ``drift`` is the largest
     difference between copies. ``worst`` maps "gradient NAME" and "weight NAME" to the relative difference of that
     tensor. ``truth`` says in words what the layout was compared with, and ``faults`` what disagrees; the layout agrees
     when there is none.
@@ -130,6 +132,8 @@ def run_reference(world: World, config: Config, layout: Layout, steps: int, fold
 def _trainer(config: Config, layout: Layout, model: Decoder) -> PlainTrainer:
     """What computes in one process what ``layout`` is to compute."""
     common = model, config.optimizer, learning_rate(config), config.run.seed
+    if layout.stale or layout.reduce != "mean":
+        return ServedTrainer(*common, layout.stale, layout.reduce, layout.dp)
     if not layout.asynchronous:
         return PlainTrainer(*common)
     if layout.schedule == "2bw":
@@ -146,7 +150,7 @@ def _trainer(config: Config, layout: Layout, model: Decoder) -> PlainTrainer:
 
 def _compared(layout: Layout, steps: int) -> set[int]:
     """The steps after which tensors are compared: all, or those before a drain."""
-    return {min(DRAIN_AFTER, steps) - 1, steps - 1} if layout.asynchronous else set(range(steps))
+    return {min(DRAIN_AFTER, steps) - 1, steps - 1} if layout.delayed else set(range(steps))
 
 
 def run_layout(world: World, config: Config, layout: Layout, steps: int, folder: Path) -> list[_Scalars]:
@@ -178,8 +182,7 @@ def _masked(batch: Batch, config: Config) -> Batch:
 
 def _compare(layout: Layout, steps: int, folder: Path, truth: list[_Scalars], found: list[list[_Scalars]]) -> Report:
     report = Report(str(layout), steps, TOLERANCE[layout.dtype])
-    if layout.asynchronous:
-        report.truth = f"one process with gradients as old as those of {layout.schedule}"
+    report.truth = _truth(layout)
     for key in ("loss", "grad_norm"):
         report.max_rel[key] = _worst(
             abs(getattr(ours[step], key) - getattr(truth[step], key)) / max(abs(getattr(truth[step], key)), 1e-300)
@@ -190,13 +193,25 @@ def _compare(layout: Layout, steps: int, folder: Path, truth: list[_Scalars], fo
             report.faults.append(f"{key} differs by {report.max_rel[key]:.2e} (relative)")
     for step in sorted(_compared(layout, steps)):
         _compare_tensors(report, folder, step)
-    for kind, key in (("gradient", "grad"), ("weight", "weight"))[layout.asynchronous :]:
+    for kind, key in (("gradient", "grad"), ("weight", "weight"))[layout.delayed :]:
         report.max_rel[key] = _worst(rel for name, rel in report.worst.items() if name.startswith(kind))
     for name, rel in sorted(report.worst.items(), key=lambda item: (isfinite(item[1]), -item[1])):
         if not rel <= report.tolerance:
             missing = "" if isfinite(rel) else ": some of it is held by no rank, or is not finite"
             report.faults.append(f"{name} differs by {rel:.2e} (relative){missing}")
     return report
+
+
+def _truth(layout: Layout) -> str:
+    if layout.asynchronous:
+        return f"one process with gradients as old as those of {layout.schedule}"
+    ages = f" with gradients {layout.stale} step{'s' * (layout.stale > 1)} old" if layout.stale else ""
+    joined = {
+        "mean": "",
+        "sum": " that adds up the gradients of replicas",
+        "max": " that takes their largest gradients",
+    }
+    return f"one process{ages}{joined[layout.reduce]}"
 
 
 def _compare_tensors(report: Report, folder: Path, step: int) -> None:

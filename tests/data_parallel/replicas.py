@@ -19,6 +19,7 @@ from shoal.data_parallel import sync as sync_module
 from shoal.data_parallel import zero as zero_module
 from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.flat import is_open
+from shoal.data_parallel.server import Server
 from shoal.data_parallel.sharing import Sharing
 from shoal.data_parallel.sync import Sync
 from shoal.data_parallel.zero import Zero, ZeroThree
@@ -31,7 +32,7 @@ from shoal.optim.treatment import Treatments, state_names
 from shoal.placement import Box, Fragment, Holders, Rule, assemble, holders, whole
 from shoal.tensor.whole import Whole
 
-KINDS = ("allreduce", "zero1", "zero2", "zero3")
+KINDS = ("allreduce", "zero1", "zero2", "zero3", "server")
 OPTIMIZER = Optimizer(name="adamw", lr=0.05, betas=(0.8, 0.9), eps=1e-4, weight_decay=0.3, clip=2.0)
 Values = dict[tuple[str, str], Tensor]  # by kind ("weight", "gradient", …) and logical name
 
@@ -44,17 +45,21 @@ def make(
     size: int | None = None,
     uses: Mapping[int, Sequence[str]] | None = None,
     resident: bool = False,
+    stale: int = 0,
     **options: Any,
 ) -> Sync:
-    """The Sync called ``kind``; unless told, it divides over all ranks, and each unit uses the parameters it owns."""
-    treat, size = Treatments(OPTIMIZER), size or mesh.world.size
+    """The Sync called ``kind``; unless told, it divides over all ranks, or one of them serves, and each unit uses the
+    parameters it owns."""
+    treat, servers, size = Treatments(OPTIMIZER), size or 1, size or mesh.world.size
     given = ([one for one in held if one.parameter.requires_grad],
              [one for one in held if not one.parameter.requires_grad], treat, mesh)  # fmt: skip
     if kind == "allreduce":
         return AllReduce(*given, Sharing(**options))
-    if kind != "zero3":
+    if kind in ("zero1", "zero2"):
         return Zero(*given, Sharing(size=size, keep_grads=kind == "zero1", **options))
     own = {unit: [one.name for one in held if one.unit == unit] for unit in {one.unit for one in held}}
+    if kind == "server":
+        return Server(*given, Sharing(servers=servers, **options), uses=uses or own, stale=stale)
     sharing = Sharing(size=size, keep_params=False, keep_grads=False, cap_bytes=0)
     return ZeroThree(*given, sharing, uses=uses or own, resident=resident)
 

@@ -78,7 +78,8 @@ def layouts(draw: st.DrawFn) -> Layout:
     memory = st.floats(1, 1e6) if schedule.made_to_measure else st.none()
     recompute = draw(st.sampled_from(kinds.RECOMPUTES))
     stages = st.sets(st.integers(0, pp * chunks - 1), min_size=1).map(lambda chosen: tuple(sorted(chosen)))
-    sync = draw(st.sampled_from(kinds.SYNCS))
+    sync = "allreduce" if schedule.asynchronous else draw(st.sampled_from(kinds.SYNCS))
+    reduces = [one for one in kinds.REDUCES if one == "mean" or cp * (tp * pp if one == "max" else 1) == 1]
     zero = 0 if sync == "server" else draw(st.integers(0, 1 if schedule.asynchronous else 3))
     etp = draw(divisors(abs(dp) * cp * tp))
     parts = st.builds(
@@ -110,8 +111,9 @@ def layouts(draw: st.DrawFn) -> Layout:
         int8_reduce=draw(st.booleans()) if zero else False,
         keep_params=draw(st.booleans()) if zero == 3 else False,
         sync=sync,
-        servers=draw(st.none() | st.integers(1, 3)) if sync == "server" else None,
+        servers=draw(st.none() | st.integers(1, abs(dp))) if sync == "server" else None,
         stale=draw(st.integers(0, 2)) if sync == "server" else 0,
+        reduce=draw(st.sampled_from(reduces)) if sync == "server" else "mean",
         mb=schedule.nearest_mb(pp, draw(st.integers(1, 16)))[0],
         recompute=recompute,
         recompute_stages=draw(st.none() | stages) if recompute != "none" else None,

@@ -30,6 +30,8 @@ LAYOUTS = (
     "dp=2,tp=2:1d-sp,pp=2:1f1b,zero=3,mb=4,recompute=full",
     "pp=3:1f1b{layers=4/2/2},tp=2,mb=3",
     "dp=8,zero=2",
+    "dp=3,sync=server/2,mb=2",
+    "dp=2,tp=2,pp=2,sync=server,mb=2",
 )
 HALF, WHOLE = 10, 20
 

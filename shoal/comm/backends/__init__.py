@@ -6,12 +6,15 @@ else is the same for all is for :mod:`shoal.comm.collectives` to see to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 Reduction = Literal["sum", "max", "min"]
+JOIN: dict[Reduction, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+"""Joins two terms of each."""
 
 
 class Work(Protocol):
@@ -41,8 +44,8 @@ class Backend(Protocol):
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         """Copy that of rank ``source`` to all."""
 
-    def reduce(self, tensor: Tensor, root: int) -> Work:
-        """Sum into that of rank ``root``, the terms always in one order. Those of others may then hold anything."""
+    def reduce(self, tensor: Tensor, root: int, reduction: Reduction = "sum") -> Work:
+        """Reduce into that of rank ``root``, the terms always in one order. Those of others may then hold anything."""
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:
         """To one rank, which receives messages of one tag in the order in which they are sent."""

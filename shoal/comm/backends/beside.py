@@ -36,8 +36,8 @@ class Beside:
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         return _Waited(self._backend.broadcast(tensor, source), self._beside)
 
-    def reduce(self, tensor: Tensor, root: int) -> Work:
-        return _Waited(self._backend.reduce(tensor, root), self._beside)
+    def reduce(self, tensor: Tensor, root: int, reduction: Reduction = "sum") -> Work:
+        return _Waited(self._backend.reduce(tensor, root, reduction), self._beside)
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:
         return _Waited(self._backend.send(tensor, to, tag), self._beside)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.backends import Reduction, Work
+from shoal.comm.backends import JOIN, Reduction, Work
 from shoal.comm.backends.nccl import all_reduce_options, broadcast_options, started, whole
 
 FEW = 4
@@ -54,12 +54,12 @@ class GlooGroup:
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         return started(self.group.broadcast([tensor], broadcast_options(source)))
 
-    def reduce(self, tensor: Tensor, root: int) -> Work:
+    def reduce(self, tensor: Tensor, root: int, reduction: Reduction = "sum") -> Work:
         """Reduces of one group are waited for in the order in which they were started."""
         if not tensor.numel():
             return _All([])
         if self.rank == root:
-            return _Sum(self, tensor)
+            return _Sum(self, tensor, reduction)
         # Between two ranks a broadcast does it, for less of the processor's time.
         return self.send(tensor, root, TERM_TAG) if self.size > 2 else self.broadcast(tensor, self.rank)
 
@@ -121,11 +121,11 @@ class _Terms:
 
 
 class _Sum:
-    """Adds what every other rank sends to ``tensor``. At most ``_LANDINGS`` terms are here at a time, however many
-    ranks there are; the others stay where they come from."""
+    """Adds what every other rank sends to ``tensor``, or joins it by another reduction. At most ``_LANDINGS`` terms are
+    here at a time, however many ranks there are; the others stay where they come from."""
 
-    def __init__(self, group: GlooGroup, tensor: Tensor) -> None:
-        self._group, self._tensor = group, tensor
+    def __init__(self, group: GlooGroup, tensor: Tensor, reduction: Reduction) -> None:
+        self._group, self._tensor, self._join = group, tensor, JOIN[reduction]
         self._total = tensor.to(exact(tensor)) if group.size > 2 else tensor
         self._sources = iter([(group.rank - i) % group.size for i in range(1, group.size)])
         self._coming: deque[tuple[Tensor, Work]] = deque()
@@ -141,7 +141,7 @@ class _Sum:
         while self._coming:
             term, work = self._coming.popleft()
             work.wait()
-            self._total.add_(term)
+            self._join(self._total, term, out=self._total)
             for source in islice(self._sources, 1):
                 self._receive(term, source)
         if self._total is not self._tensor:

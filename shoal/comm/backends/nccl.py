@@ -42,9 +42,9 @@ class NcclGroup:
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         return started(self._group.broadcast([tensor], broadcast_options(source)))
 
-    def reduce(self, tensor: Tensor, root: int) -> Work:
+    def reduce(self, tensor: Tensor, root: int, reduction: Reduction = "sum") -> Work:
         options = dist.ReduceOptions()
-        options.rootRank = root
+        options.reduceOp, options.rootRank = OPS[reduction], root  # type: ignore[assignment]  # as below
         return started(self._group.reduce([tensor], options))
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.comm.backends import Reduction, Work
+from shoal.comm.backends import JOIN, Reduction, Work
 from shoal.comm.backends.links import Address, Links, Posted
 from shoal.comm.backends.parcel import Loan, Parcel, Piece
 
-_JOIN: dict[Reduction, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _NOTHING = np.empty(0, dtype=np.uint8)
 _SMALL = 128 << 10
 """Bytes of a sum that every rank makes for itself: one message less is worth more than the work."""
@@ -74,10 +73,10 @@ class SharedGroup:
             return _Copy(self.links, address, {}, [self._post(self._others, address, tensor)])
         return _Copy(self.links, address, {self._ranks[source]: tensor}, [])
 
-    def reduce(self, tensor: Tensor, root: int) -> Work:
+    def reduce(self, tensor: Tensor, root: int, reduction: Reduction = "sum") -> Work:
         address, flat = self._next(), tensor.view(-1)
         if self.rank == root:
-            return _Sum(self.links, address, self._others, flat, flat, "sum", [])
+            return _Sum(self.links, address, self._others, flat, flat, reduction, [])
         return _Copy(self.links, address, {}, [self._post([self._ranks[root]], address, flat)])
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:
@@ -173,7 +172,7 @@ class _Sum:
         then: Callable[[], None] = _nothing,
     ) -> None:
         self._links, self._posted, self._waits, self._then = links, posted, waits, then
-        self._out, self._own, self._join = out, own, _JOIN[reduction]
+        self._out, self._own, self._join = out, own, JOIN[reduction]
         self._exact = torch.promote_types(out.dtype, torch.float32) if out.is_floating_point() else out.dtype
         self._at, self._ended = 0, False
         self._left = dict.fromkeys(sources, out.nbytes)
