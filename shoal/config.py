@@ -254,6 +254,17 @@ class Log(Section):
     project: str = Field("shoal", description="Weights & Biases project")
 
 
+class Memory(Section):
+    """Where model states go that a layout's ``offload`` takes off the device, and what that may hold."""
+
+    swap: Path | None = Field(
+        None, description="folder of the files for offload=…:nvme, on a disk of this machine; unset: the run's folder"
+    )
+    budget_gib: float | None = Field(
+        None, gt=0, description="what a rank may hold on its device; offload=optimizer:cpu then takes away what it must"
+    )
+
+
 class Run(Section):
     """The run as a whole."""
 
@@ -282,6 +293,7 @@ class Config(Section):
     schedule: Schedule = Schedule()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
+    memory: Memory = Memory()
     log: Log = Log()
     layout: dict[str, bool | int | float | str] = Field(
         default_factory=dict, description='the keys of `--layout`, such as dp = 2 or tp = "4:2d"'

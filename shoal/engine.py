@@ -60,7 +60,8 @@ class Engine:
     ``model`` answers as a :class:`~shoal.model.task.Task` does (Shoal's decoder, built on the meta device so that
     weights come into being only where they are held), or is any ``nn.Module``, taken as it is, with
     ``loss(output, batch)`` that sums over samples and, if the mean is not over samples, ``weight(batch)``; its
-    parameters are then copied from rank 0. ``rate(step)`` scales the learning rate.
+    parameters are then copied from rank 0. ``rate(step)`` scales the learning rate. ``swap`` is the folder of what a
+    layout's ``offload`` keeps on a disk; the current one unless told.
 
     Raises :class:`LayoutError` where the layout is not built yet, or does not fit the world or the model, and
     :class:`ConfigError` where the optimizer does not.
@@ -77,8 +78,9 @@ class Engine:
         world: World | None = None,
         loss: Callable[[Tensor, Batch], Tensor] | None = None,
         weight: Callable[[Batch], Tensor] | None = None,
+        swap: Path | None = None,
     ) -> None:
-        self.world = world or World()
+        self.world, self._swap = world or World(), swap
         self.layout = layout.fill(self.world.size)
         self.layout.check_built()
         self.optimizer, self.rate, self.seed = optimizer or Optimizer(), rate, seed
@@ -140,8 +142,8 @@ class Engine:
         # Shard, and materialise by placement.
         uses = {unit: [names[parameter] for parameter in used[unit]] for unit in mine}
         masters = self.optimizer.rounding == "nearest"
-        self._sync = sync_of(self.layout, held, treat, mesh, uses, masters=masters)
-        self._updater = Updater(self.optimizer, self._sync.runs(), self.world, self.seed)
+        self._sync = sync_of(self.layout, held, treat, mesh, uses, masters=masters, swap=self._swap)
+        self._updater = Updater(self.optimizer, self._sync.runs(), self.world, self.seed, self._sync.shelves())
         self._buffers = [buffer for _, buffer in persistent_buffers(module)]
         self._units, self._layers = mine, len(layers)
         # The Program, and what its actions mean.
@@ -317,7 +319,7 @@ class Engine:
         self.drain()
         wanted = [one for one in self.fragments() if states or one.kind == "weight"]
         step, meta = checkpoint.load(path, wanted, self.world)
-        self._sync.published()
+        self._sync.published(fresh=True)
         if not states:
             for fragment in self._sync.states():
                 fragment.tensor.zero_()

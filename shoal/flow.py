@@ -177,8 +177,8 @@ class Flow:
         with self._sync.view(self._sync.filling if alone else step.place):
             if passes:
                 factor = clip_factor(norm, self._optimizer.clip) / step.scale
-                step.lr = self._updater.update(self._rate(step.number), factor)
                 self._weights.advance()
+                step.lr = self._updater.update(self._rate(step.number), factor)
             else:
                 self._weights.stay()
             self._sync.updated(aside=not alone, skipped=not passes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.data_parallel.buckets import BUCKET_BYTES
+from shoal.data_parallel.shelves import Away
 
 
 @dataclass(frozen=True)
@@ -22,5 +23,7 @@ class Sharing:
     """Whether the model may compute with older parameters than the newest."""
     split_backward: bool = False
     """Whether weight gradients may come later than the gradients of inputs (:mod:`shoal.model.linear`)."""
+    away: Away | None = None
+    """What lives elsewhere than on the device."""
     cap_bytes: int = BUCKET_BYTES
     """Of a bucket: as large as that if its units are not larger."""

@@ -8,20 +8,22 @@ ranks disagree about which collective is next.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Pending, all_reduce, start_all_reduce
 from shoal.comm.world import Group
-from shoal.data_parallel.buckets import Bucket, OwnBox, build_buckets
+from shoal.data_parallel.buckets import Bucket, build_buckets
 from shoal.data_parallel.entry import Contribution, Later, Main, late, main_of
 from shoal.data_parallel.flat import Flat, is_open, open_
+from shoal.data_parallel.run_lists import runs_of
 from shoal.data_parallel.sharing import Sharing
+from shoal.data_parallel.shelves import AnyShelf, reserve
+from shoal.data_parallel.visits import Visits
 from shoal.errors import ConfigError
 from shoal.local import LocalParameter, settle
 from shoal.mesh import Mesh
@@ -36,12 +38,8 @@ class Sync:
     """Keeps the main gradients of ``trained`` parameters. When :meth:`finish` is done, what :meth:`runs` shows the
     optimizer are their sums over all replicas. ``treat`` says how the optimizer treats each.
 
-    ``must_see`` says whether parameters come and go with the units that use them.
-
     Subclasses say how a bucket is sent (:meth:`_send`) and how the sums are completed (:meth:`finish`).
     """
-
-    must_see = False
 
     def __init__(
         self,
@@ -61,7 +59,11 @@ class Sync:
         self._mains: list[Main] = []
         self.later = Later()
         self._of_bucket: list[list[Main]] = []
-        for number, bucket in enumerate(build_buckets(trained, self._divide, treat, sharing.cap_bytes)):
+        buckets = build_buckets(trained, self._divide, treat, sharing.cap_bytes)
+        idle = () if sharing.keep_params else frozen
+        frozen_buckets = build_buckets(idle, self._divide, treat, sharing.cap_bytes)
+        reserve(sharing.away, buckets, frozen_buckets)
+        for number, bucket in enumerate(buckets):
             flat = self._flat(bucket)
             self.flats.append(flat)
             mains = [main_of(slot, number, flat, self.make_ready, self.later) for slot in bucket.slots]
@@ -73,7 +75,7 @@ class Sync:
         self.frozen = list(frozen) if sharing.keep_params else []
         for one in self.frozen:
             settle(one)
-        for bucket in build_buckets(() if sharing.keep_params else frozen, self._divide, treat, sharing.cap_bytes):
+        for bucket in frozen_buckets:
             self.frozen_flats.append(self._flat(bucket, trains=False))
             self.frozen_flats[-1].release_whole()
         self._shards = [mesh.group(flat.bucket.shard) for flat in (*self.flats, *self.frozen_flats)]
@@ -94,6 +96,7 @@ class Sync:
                 attach_sink(main.held.parameter, main)
         self._units_done: set[int] = set()
         self._sent: set[int] = set()
+        self._visits: Visits | None = None
         self.filling = 0
         """Of two places for gradients, the one in which they add up now."""
         self._squares = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
@@ -113,7 +116,17 @@ class Sync:
             masters=sharing.masters,
             versions=sharing.versions,
             trains=trains,
+            away=sharing.away,
         )
+
+    def come_and_go(self, uses: Mapping[int, Sequence[str]], *, resident: bool) -> None:
+        """From here on parameters that are not kept whole come and go with the units that use them."""
+        self._visits = Visits([*self.flats, *self.frozen_flats], self._shards, uses, resident=resident)
+
+    @property
+    def must_see(self) -> bool:
+        """Whether parameters come and go with the units that use them."""
+        return self._visits is not None
 
     # ---- a step, in the order in which it happens
 
@@ -125,6 +138,8 @@ class Sync:
         self.later.forget()
         for main in self._mains:
             main.begin()
+        if self._visits is not None:
+            self._visits.begin()
 
     def postpone(self, kept: list[Contribution] | None) -> None:
         """Contributions to weights' gradients, of those that can wait, are ``kept`` until None is."""
@@ -133,13 +148,22 @@ class Sync:
 
     def enter_unit(self, unit: int, backward: bool) -> None:
         """The parameters of ``unit`` are about to be used."""
+        if self._visits is not None:
+            self._visits.enter(unit, backward)
 
     def leave_unit(self, unit: int) -> None:
         """The forward pass of ``unit`` is over."""
+        if self._visits is not None:
+            self._visits.leave(unit)
 
     def unit_done(self, unit: int, final: bool) -> None:
         """A backward pass has completed the gradients of ``unit``: take them in. If no pass will follow (``final``),
         send each bucket whose units all are complete."""
+        self._take_from(unit, final)
+        if self._visits is not None:
+            self._visits.done(unit, final)
+
+    def _take_from(self, unit: int, final: bool) -> None:
         self.later.settle()
         self._take_in(self._used_by[unit])
         if not final:
@@ -254,41 +278,31 @@ class Sync:
             for flat, mains in zip(self.flats, self._of_bucket, strict=True)
         ]
 
-    def published(self) -> None:
-        """The masters have new values: have the model compute with them."""
+    def published(self, *, fresh: bool = False) -> None:
+        """The masters have new values, those on shelves too if they are ``fresh``: have the model compute with them.
+        After an update, that of the shelves has seen to it, unless they were updated with the rest."""
         for flat in self.flats:
             flat.publish()
+            if fresh or flat.stowage.by_matrix:
+                flat.publish_shelves()
+            flat.see()
+        if self._visits is not None:
+            self._visits.release()
 
     def release(self) -> None:
         """A pass without gradients is over, or a step was cut short."""
+        if self._visits is not None:
+            self._visits.release()
 
     # ---- what it holds
 
     def runs(self) -> list[Run]:
-        """What the optimizer updates: runs of parameters that it treats alike."""
-        return [run for number in range(len(self.flats)) for run in self._runs_of(number)]
+        """What the optimizer updates where it is: runs of parameters that it treats alike."""
+        return [run for flat, mains in zip(self.flats, self._of_bucket, strict=True) for run in runs_of(flat, mains)]
 
-    def _runs_of(self, number: int) -> Iterator[Run]:
-        """Of a bucket: as long as may be where its gradients are in one buffer, else of one parameter each; for an
-        optimizer that works on whole matrices, of one box each."""
-        flat, mains = self.flats[number], self._of_bucket[number]
-
-        def apart(box: OwnBox) -> tuple[object, ...]:
-            return box.treatment, flat.buffered or box.slot, box.piece if box.treatment.by_matrix else None
-
-        for _, alike in groupby(flat.bucket.own_boxes(), key=apart):
-            boxes = list(alike)
-            first, last = boxes[0], boxes[-1]
-            run = slice(first.start, last.stop)
-            states = {name: state[run] for name, state in flat.states.items()}
-            if flat.buffered:
-                grads = partial(flat.own_gradients, run)
-            else:
-                start = flat.bucket.slots[first.slot].start
-                grads = partial(mains[first.slot].elements, first.start - start, last.stop - start)
-            piece = first.piece if first.treatment.by_matrix else None
-            key = f"{flat.bucket.name}/{flat.bucket.low + first.start}"
-            yield Run(flat.masters[run], grads, states, first.treatment, piece, key)
+    def shelves(self) -> list[AnyShelf]:
+        """What it updates otherwise, in the order in which gradients become complete."""
+        return [shelf for flat in self.flats if not flat.stowage.by_matrix for shelf in flat.stowage.shelves]
 
     def weights(self) -> Iterator[Fragment]:
         """What this rank holds of every weight, frozen ones too."""
@@ -297,23 +311,23 @@ class Sync:
         for one in self.frozen:
             yield from one.fragments("weight", one.parameter.detach())
         for flat in (*self.flats, *self.frozen_flats):
-            if flat.keep_params and not flat.mixed:
+            if flat.keep_params and not flat.mixed and not flat.stowage.shelves:
                 for slot in flat.bucket.slots:
                     yield from slot.held.fragments("weight", slot.of(flat.params))
             else:
-                yield from flat.bucket.own_fragments("weight", flat.masters, self._divide)
+                yield from flat.fragments("weight", self._divide)
 
     def states(self) -> Iterator[Fragment]:
         """What this rank holds of every optimizer state."""
         for flat in self.flats:
-            for name, state in flat.states.items():
-                yield from flat.bucket.own_fragments(name, state, self._divide)
+            for name in flat.states:
+                yield from flat.fragments(name, self._divide)
 
     def gradients(self) -> Iterator[Fragment]:
         """What this rank holds of every reduced gradient, between :meth:`finish` and the update."""
         for flat, mains in zip(self.flats, self._of_bucket, strict=True):
             if flat.buffered:
-                yield from flat.bucket.own_fragments("gradient", flat.own_grads, self._divide)
+                yield from flat.fragments("gradient", self._divide)
             else:
                 for main in mains:
                     yield from main.held.fragments("gradient", main.gradient)
@@ -354,7 +368,8 @@ class Sync:
         flat, alone = self.flats[number], self._norm_group.size == 1
         if flat.buffered:
             for start, stop, division in flat.bucket.own_ranges():
-                self._squares += squared_norm(flat.own_grads[start:stop]) / (1 if alone else len(division.same))
+                for _, part in flat.pieces("gradient", start, stop):
+                    self._squares += squared_norm(part).to(self._squares.device) / (1 if alone else len(division.same))
         elif alone:
             self._squares += squared_norm(*(main.gradient for main in self._of_bucket[number]))
         else:

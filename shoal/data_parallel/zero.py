@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.comm.collectives import Pending, start_all_gather, start_reduce_scatter
 from shoal.data_parallel.entry import Main
-from shoal.data_parallel.flat import Flat, close, is_open, open_
+from shoal.data_parallel.flat import close, is_open, open_
 from shoal.data_parallel.sharing import Sharing
 from shoal.data_parallel.sync import Sync
 from shoal.local import LocalParameter
@@ -28,11 +28,13 @@ IN_FLIGHT = 2
 
 
 class _Scatter(NamedTuple):
-    """A bucket that is being reduced; ``more`` is what has to be added to what earlier passes left in the part."""
+    """A bucket that is being reduced; ``more`` is what has to be added to what earlier passes left in the part, and
+    ``adds`` says that those have been taken to the host."""
 
     pending: Pending
     more: Tensor | None
     last: bool
+    adds: bool
 
 
 class Zero(Sync):
@@ -42,21 +44,27 @@ class Zero(Sync):
         self._scattering: dict[int, _Scatter] = {}
         self._begun: set[int] = set()
         """Buckets whose part has sums of this step."""
+        self._sunk: list[int] = []
+        """Buckets whose sums the host alone has, and whose squares are still to be added."""
         self._crossing: list[tuple[int, list[Pending]]] | None = None
 
     def begin(self) -> None:
         self._settle(0)
         self._begun.clear()
+        self._sunk.clear()
         self._crossing = None
         super().begin()
 
     def _send(self, number: int, *, last: bool = True) -> None:
         flat = self.flats[number]
-        more = torch.empty_like(flat.own_grads) if number in self._begun else None
+        if not is_open(flat.own_grads):
+            open_(flat.own_grads)
+        before, on_host = number in self._begun, flat.stowage.grads and not self._crosses[number]
+        more = torch.empty_like(flat.own_grads) if before and not on_host else None
         self._begun.add(number)
         into = flat.own_grads if more is None else more
         pending = start_reduce_scatter(into, flat.grads, self._shards[number], "gradients")
-        self._scattering[number] = _Scatter(pending, more, last)
+        self._scattering[number] = _Scatter(pending, more, last, before and on_host)
         self._settle(IN_FLIGHT)
 
     def _settle(self, most: int) -> None:
@@ -67,10 +75,16 @@ class Zero(Sync):
             scatter.pending.wait()
             if scatter.more is not None:
                 flat.own_grads += scatter.more
-            if not flat.keep_grads:
+            if not flat.keep_grads and flat.divided:
                 close(flat.grads)
-            if scatter.last and not self._crosses[number]:
+            if self._crosses[number]:
+                continue
+            if scatter.last and not scatter.adds:
                 self._add_squares(number)  # now, while they are in the cache
+            if scatter.last or flat.stowage.grads:
+                flat.lower_gradients(add=scatter.adds)
+            if scatter.last and scatter.adds:
+                self._sunk.append(number)
 
     def depart(self) -> None:
         if self._crossing is None:
@@ -92,10 +106,14 @@ class Zero(Sync):
             for pending in under_way:
                 pending.wait()
             self._add_squares(number)
+            self.flats[number].lower_gradients()
+        for number in self._sunk:
+            self._add_squares(number)
+        self._sunk.clear()
         self._crossing = None
 
-    def published(self) -> None:
-        super().published()
+    def published(self, *, fresh: bool = False) -> None:
+        super().published(fresh=fresh)
         gathers = [
             start_all_gather(flat.params, flat.own_params, group, "parameters")
             for flat, group in zip(self.flats, self._shards, strict=False)
@@ -108,15 +126,9 @@ class Zero(Sync):
 
 
 class ZeroThree(Zero):
-    """Stage 3: parameters are whole from a unit's first use to its last, and the next unit's are fetched meanwhile.
-
-    ``uses`` names the parameters of each unit: its own, and those that it shares. With ``resident`` (a pipeline, which
-    has several micro-batches under way) parameters stay whole from the first use in a step to the last, and gradients
-    add up before they are sent. Otherwise both come and go with every pass, but for parameters that several units
-    share: they stay.
-    """
-
-    must_see = True
+    """Stage 3: parameters are whole from a unit's first use to its last (see
+    :class:`~shoal.data_parallel.visits.Visits` for ``uses`` and ``resident``). Unless they are ``resident``, gradients
+    are sent after every pass; else they add up before."""
 
     def __init__(
         self,
@@ -131,41 +143,7 @@ class ZeroThree(Zero):
     ) -> None:
         super().__init__(trained, frozen, treat, mesh, sharing)
         self._resident = resident
-        self._all = [*self.flats, *self.frozen_flats]
-        number_of = {slot.held.name: n for n, flat in enumerate(self._all) for slot in flat.bucket.slots}
-        self._needs = {unit: sorted({number_of[name] for name in names}) for unit, names in uses.items()}
-        self._units = sorted(self._needs)
-        users = [sum(number in numbers for numbers in self._needs.values()) for number in range(len(self._all))]
-        self._stays = [resident or count > 1 for count in users]
-        self._gathering: dict[int, Pending] = {}
-        self._training = False
-        self._faces = [_Faces(flat) for flat in self._all]
-
-    def begin(self) -> None:
-        super().begin()
-        self.release()
-        self._training = True
-
-    def enter_unit(self, unit: int, backward: bool) -> None:
-        place = self._units.index(unit) + (-1 if backward else 1)
-        following = self._units[place : place + 1] if place >= 0 else []
-        for each in (unit, *following):
-            for number in self._needs[each]:
-                self._fetch(number)
-        for number in self._needs[unit]:
-            if (pending := self._gathering.pop(number, None)) is not None:
-                pending.wait()
-
-    def leave_unit(self, unit: int) -> None:
-        # In training the backward pass begins where the forward pass ends.
-        if not (self._training and unit == self._units[-1]):
-            self._give_up(unit, last_use=False)
-
-    def unit_done(self, unit: int, final: bool) -> None:
-        super().unit_done(unit, final)
-        # The next micro-batch begins where the backward pass ends.
-        if final or unit != self._units[0]:
-            self._give_up(unit, last_use=final)
+        self.come_and_go(uses, resident=resident)
 
     def make_ready(self, main: Main) -> None:
         while main.bucket in self._scattering:  # what an earlier micro-batch left there is still being read
@@ -177,66 +155,10 @@ class ZeroThree(Zero):
         if self._resident:
             return
         for number in dict.fromkeys(main.bucket for main in self._of_unit[unit]):
-            if self.flats[number].keep_grads:  # nobody to divide it with
+            flat = self.flats[number]
+            if flat.keep_grads or (not flat.divided and self._crosses[number]):  # nobody to divide it with
                 continue
             self._fill_up(number)
             self._send(number, last=False)
             for main in self._of_bucket[number]:
                 main.entered, main.held.parameter.grad = False, None
-
-    def published(self) -> None:
-        Sync.published(self)
-        self.release()
-
-    def release(self) -> None:
-        for pending in self._gathering.values():
-            pending.wait()
-        self._gathering.clear()
-        for number in range(len(self._all)):
-            self._close(number)
-        self._training = False
-
-    def _fetch(self, number: int) -> None:
-        flat = self._all[number]
-        if not is_open(flat.params):
-            open_(flat.params)
-            self._faces[number].show_whole()
-            self._gathering[number] = start_all_gather(flat.params, flat.own_params, self._shards[number], "parameters")
-
-    def _give_up(self, unit: int, last_use: bool) -> None:
-        for number in self._needs[unit]:
-            flat = self._all[number]
-            shared = self._stays[number] and not (last_use and unit == min(flat.bucket.units))
-            if not (shared or number in self._gathering):
-                self._close(number)
-
-    def _close(self, number: int) -> None:
-        flat = self._all[number]
-        if not flat.keep_params and is_open(flat.params):
-            close(flat.params)
-            self._faces[number].hide()
-
-
-class _Faces:
-    """What the parameters of a divided bucket look like from outside: views of the whole while there is a whole; else
-    NaN (zero in whole numbers), since nothing is behind the views, and reading that would be an accident."""
-
-    def __init__(self, flat: Flat) -> None:
-        self._parameters = [] if flat.keep_params else [slot.held.parameter for slot in flat.bucket.slots]
-        self._views = [parameter.data for parameter in self._parameters]
-        self._nothing = [_nothing(parameter) for parameter in self._parameters]
-        self.hide()
-
-    def show_whole(self) -> None:
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.data = view
-
-    def hide(self) -> None:
-        for parameter, nothing in zip(self._parameters, self._nothing, strict=True):
-            parameter.data = nothing
-
-
-def _nothing(parameter: Tensor) -> Tensor:
-    """NaN, or zero in what has none, in the form of ``parameter``."""
-    value = torch.tensor(float("nan") if parameter.is_floating_point() else 0.0)
-    return value.to(parameter.device, parameter.dtype).expand(parameter.shape)

@@ -34,6 +34,8 @@ class Run:
     treatment: Treatment
     piece: Piece | None = None
     key: str = ""
+    copy: Tensor | None = None
+    """Where the new parameters go besides, perhaps in another dtype."""
 
 
 class Work(NamedTuple):

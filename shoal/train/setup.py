@@ -25,6 +25,7 @@ from shoal.model.decoder import Decoder
 from shoal.optim.schedule import rate
 from shoal.optim.treatment import Treatments
 from shoal.tensor.whole import Whole
+from shoal.train.folder import run_folder
 
 
 class Source(Protocol):
@@ -114,4 +115,5 @@ def make_engine(config: Config, layout: Layout, world: World) -> Engine:
         rate=learning_rate(config),
         seed=config.run.seed,
         world=world,
+        swap=config.memory.swap or run_folder(config),
     )

@@ -16,6 +16,7 @@ from shoal.comm.world import World
 from shoal.config import Optimizer
 from shoal.data_parallel import flat as flat_module
 from shoal.data_parallel import sync as sync_module
+from shoal.data_parallel import visits as visits_module
 from shoal.data_parallel import zero as zero_module
 from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.flat import is_open
@@ -269,6 +270,7 @@ def poisoned(sync: Sync) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sync_module, "open_", opened)
         patch.setattr(zero_module, "open_", opened)
+        patch.setattr(visits_module, "open_", opened)
         yield
 
 

@@ -22,6 +22,7 @@ from shoal.comm.collectives import Pending, all_reduce, start_all_gather, start_
 from shoal.comm.world import World
 from shoal.config import load
 from shoal.data_parallel import sync as sync_module
+from shoal.data_parallel import visits as visits_module
 from shoal.data_parallel import zero as zero_module
 from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.sync import Main, Sync
@@ -157,6 +158,7 @@ def parameters_not_gathered_again(patch: pytest.MonkeyPatch) -> None:
         return Pending(None)
 
     patch.setattr(zero_module, "start_all_gather", gather)
+    patch.setattr(visits_module, "start_all_gather", gather)
 
 
 # ---- tensor parallelism
