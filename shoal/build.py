@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.buckets import BUCKET_BYTES
 from shoal.data_parallel.sharing import Sharing
-from shoal.data_parallel.shelves import Away, Portion
+from shoal.data_parallel.stowage import Away, Portion
 from shoal.data_parallel.sync import Sync
 from shoal.data_parallel.zero import Zero, ZeroThree
 from shoal.errors import LayoutError, setting
@@ -202,7 +202,7 @@ def away_of(layout: Layout, device: torch.device, swap: Path | None) -> Away | N
     if not portions:
         return None
     return Away(
-        Homes(device, swap),
+        Homes(device, swap or Path()),
         portions.get("optimizer", Portion()),
         portions.get("params", Portion()),
         grads="grads" in portions,

@@ -143,6 +143,7 @@ class Engine:
         uses = {unit: [names[parameter] for parameter in used[unit]] for unit in mine}
         masters = self.optimizer.rounding == "nearest"
         self._sync = sync_of(self.layout, held, treat, mesh, uses, masters=masters, swap=self._swap)
+        self.on_host = self._sync.on_host
         self._updater = Updater(self.optimizer, self._sync.runs(), self.world, self.seed, self._sync.shelves())
         self._buffers = [buffer for _, buffer in persistent_buffers(module)]
         self._units, self._layers = mine, len(layers)

@@ -55,7 +55,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--layout", "cp=2"], ["layout.cp = 2: context parallelism ring is not built yet", "tp=N:1d|1d-sp"]),
         (["--layout", "tp=4:3d"], ["layout.tp = 4:3d", "use tp=1:3d or tp=8:3d"]),
         (["--layout", "sync=server"], ["sync = server", "is not built yet"]),
-        (["--layout", "zero=3,offload=params:cpu"], ["offload params:cpu is not built yet", "zero=1|2|3"]),
+        (["--layout", "zero=3,offload=grads:nvme"], ["offload grads:nvme is not built yet", "zero=1|2|3"]),
         (["--layout", "tp=4"], ["layout.tp = 4: 6 attention heads do not divide over 4 ranks", "use tp=3 or tp=6"]),
         (["--layout", "tp=4:1d-sp"], ["layout.tp = 4:1d-sp: 6 attention heads", "use tp=3:1d-sp or tp=6:1d-sp"]),
         (["--layout", "pp=4"], ["layout.pp = 4: 4 stages are more than the model's 3 layers", "use pp=3"]),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data_parallel.buckets import Bucket
-from shoal.data_parallel.shelves import Away, Stowage
+from shoal.data_parallel.stowage import Away, Stowage
 from shoal.errors import ConfigError
 from shoal.optim.runs import HALVES
 from shoal.placement import Division, Fragment, Holders
@@ -153,9 +153,9 @@ class Flat:
         self.see()
 
     def pieces(self, kind: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Elements ``begin`` … ``end`` − 1 of this rank's part of the weights, as exact as they are kept, of the reduced
-        gradients, or of an optimizer state, wherever they are: the first element and the contents of each piece, in
-        order. Writing to one writes the model's."""
+        """Elements ``begin`` … ``end`` − 1 of this rank's part of the weights, as exact as they are kept, of the
+        reduced gradients, or of an optimizer state, wherever they are: the first element and the contents of each
+        piece, in order. Writing to one writes the model's."""
         end = self.bucket.high - self.bucket.low if end is None else end
         for start, stop, find in self._places(kind):
             first, last = max(start, begin), min(stop, end)

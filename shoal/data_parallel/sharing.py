@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.data_parallel.buckets import BUCKET_BYTES
-from shoal.data_parallel.shelves import Away
+from shoal.data_parallel.stowage import Away
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from shoal.comm.collectives import Pending, all_reduce, start_all_reduce
 from shoal.comm.world import Group
 from shoal.data_parallel.buckets import Bucket, build_buckets
-from shoal.data_parallel.entry import Contribution, Later, Main, late, main_of
+from shoal.data_parallel.entry import Contribution, Later, Main, late, main_of, take_in
 from shoal.data_parallel.flat import Flat, is_open, open_
 from shoal.data_parallel.run_lists import runs_of
 from shoal.data_parallel.sharing import Sharing
-from shoal.data_parallel.shelves import AnyShelf, reserve
+from shoal.data_parallel.shelves import AnyShelf
+from shoal.data_parallel.stowage import on_host, reserve
 from shoal.data_parallel.visits import Visits
 from shoal.errors import ConfigError
 from shoal.local import LocalParameter, settle
@@ -50,6 +51,7 @@ class Sync:
         sharing: Sharing,
     ) -> None:
         self._mesh, self._sharing = mesh, sharing
+        self.on_host = partial(on_host, sharing.away)
         self._divide = partial(divide, grid=mesh.grid, rank=mesh.world.rank, size=sharing.size)
         divisions = [self._divide(who) for one in (*trained, *frozen) for who in one.holders]
         mesh.open_groups({ranks for each in divisions for ranks in (each.shard, each.cross)})
@@ -165,7 +167,7 @@ class Sync:
 
     def _take_from(self, unit: int, final: bool) -> None:
         self.later.settle()
-        self._take_in(self._used_by[unit])
+        take_in(self._used_by[unit])
         if not final:
             self._between_passes(unit)
             return
@@ -173,24 +175,6 @@ class Sync:
         for number in sorted({main.bucket for main in self._used_by[unit]}):
             if self.flats[number].bucket.units <= self._units_done:
                 self._complete(number)
-
-    def _take_in(self, mains: Sequence[Main]) -> None:
-        first: tuple[list[Tensor], list[Tensor]] = ([], [])
-        later: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for main in mains:
-            gradient = main.held.parameter.grad
-            if main.buffered and gradient is not None and not main.settled:
-                into, what = first if main.enter() else later
-                into.append(main.gradient)
-                what.append(gradient)
-        if first[0]:
-            torch._foreach_copy_(*first)
-        if later[0]:
-            torch._foreach_add_(*later)
-        for main in mains:  # what comes besides autograd adds in place, while the cache has it
-            if main.buffered:
-                alike = main.gradient.dtype == main.held.parameter.dtype
-                main.held.parameter.grad = main.gradient if main.entered and alike else None
 
     def _between_passes(self, unit: int) -> None:
         """Another pass will add to the gradients of ``unit``."""

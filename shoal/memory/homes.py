@@ -6,7 +6,8 @@ what uses their results. Without a GPU the device is the same memory under anoth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
@@ -14,11 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shoal.errors import setting
 from shoal.memory.buffers import Buffers
-from shoal.memory.swap import SwapFile, Transfer
+from shoal.memory.swap import SECTOR, SwapFile, Transfer
 
-PAGE = 4096
-"""What sizes and offsets in a file are multiples of, in bytes."""
+IN_MEMORY = ("tmpfs", "ramfs")
+"""Filesystems without a disk."""
 
 
 class Arrival:
@@ -43,7 +45,8 @@ class Copies:
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        self._up, self._down = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if cuda else (None, None)
+        self._up: torch.cuda.Stream | None = torch.cuda.Stream(device) if cuda else None
+        self._down: torch.cuda.Stream | None = torch.cuda.Stream(device) if cuda else None
 
     def up(self, into: Tensor, source: Tensor) -> Arrival:
         """Start to copy from the host to the device."""
@@ -80,7 +83,7 @@ class _Staged:
 
     def __init__(self, numel: int, dtype: torch.dtype, buffers: Buffers) -> None:
         self._numel, self._dtype, self._buffers = numel, dtype, buffers
-        self.nbytes = -(-numel * dtype.itemsize // PAGE) * PAGE
+        self.nbytes = -(-numel * dtype.itemsize // SECTOR) * SECTOR
         self._lent: Tensor | None = None
 
     @property
@@ -259,8 +262,12 @@ class Homes:
 
     def reserve(self, nbytes: Sequence[int]) -> None:
         """Tensors of these sizes will be kept on disk. Raises :class:`~shoal.errors.ShoalError` without the room."""
-        total = sum(-(-one // PAGE) * PAGE for one in nbytes)
+        total = sum(-(-one // SECTOR) * SECTOR for one in nbytes)
         if total:
+            if (kind := _filesystem(self._folder)) in IN_MEMORY:
+                problem = f"is a {kind}, which takes what it holds from the memory that was to be spared"
+                text = setting("memory.swap", self._folder, problem, "name a folder on a disk of this machine")
+                warnings.warn(text, stacklevel=2)
             self._swap = SwapFile(self._folder, total)
 
     def keep(self, where: str, values: Tensor) -> OnHost | OnDisk:
@@ -282,7 +289,16 @@ class Homes:
         return self._copies.rising()
 
     def memory(self) -> list[Tensor]:
-        """All that is kept in the host's memory, and the buffers for what comes and goes."""
-        return [one.tensor for one in self._on_host]
+        """All that is in the host's memory of them, and what lies ready there for what comes and goes."""
+        return [*(one.tensor for one in self._on_host), *self._buffers.regions]
 
 
+def _filesystem(folder: Path) -> str:
+    """What kind of filesystem ``folder`` is on; nothing where the system does not tell."""
+    try:
+        mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return ""
+    place = folder.resolve()
+    within = [(len(words[1]), words[2]) for words in mounts if place.is_relative_to(words[1])]
+    return max(within, default=(0, ""))[1]

@@ -140,8 +140,8 @@ class SwapFile:
         )
 
 
-_OTHER_FOLDER = "name a folder on a disk with more room, or keep less on it"
-_CHECK_DISK = "check this disk, and go on from the last checkpoint with a folder on another"
+_OTHER_FOLDER = "name a folder on a disk with more room (memory.swap), or keep less on it (layout.offload)"
+_CHECK_DISK = "check this disk, and go on from the last checkpoint with a folder (memory.swap) on another"
 
 
 def _pass_the_page_cache_by(descriptor: int) -> bool:

@@ -115,5 +115,10 @@ def make_engine(config: Config, layout: Layout, world: World) -> Engine:
         rate=learning_rate(config),
         seed=config.run.seed,
         world=world,
-        swap=config.memory.swap or run_folder(config),
+        swap=config.memory.swap or _existing(run_folder(config)),
     )
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the first above it that there is: nothing is left in it."""
+    return next((one for one in (folder, *folder.absolute().parents) if one.is_dir()), folder)

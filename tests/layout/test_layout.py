@@ -276,6 +276,7 @@ def test_the_refusal_of_an_unbuilt_kind_names_the_setting_and_its_value(today: o
         "pp=2:gpipe,mb=4",
         "pp=4{layers=1/2/2/1},mb=2",
         "recompute=selective",
+        "dp=2,zero=3,offload=optimizer:nvme@0.5+params:cpu+grads:cpu",
         "pp=2,recompute=full{stages=0}",
         "dp=2,tp=2:1d-sp,pp=2:1f1b,zero=3,mb=4,recompute=full,dtype=float64",
     ],
