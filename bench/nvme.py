@@ -1,8 +1,9 @@
 """``python -m bench.nvme``: what a swap file reads and writes, beside a plain loop on the same disk.
 
 The loop is direct ``pwrite`` and ``pread`` of whole transfers, one after the other, in the file that the swap file has.
-The swap file has three transfers under way at a time, as the optimizer step has: one buffer being filled, one in use,
-one being emptied. Both move the same bytes from and to the same memory, in turn, and ratios are medians over neighbours.
+The swap file has three transfers under way at a time, as many as there are buffers in an optimizer step: one is filled,
+one in use, one emptied. Both move the same bytes from and to the same memory, in turn, and ratios are medians over
+neighbours in time.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An update has little to compute for the bytes that it touches: 28 a parameter, with float32 parameters and moments, bf16
 gradients and a bf16 copy. So it takes as long as memory needs to move them, and every further pass, to scale gradients,
 to convert them, to write the copy, takes its share again. The native step does all of it in one. Where it cannot be
-built, PyTorch's fused AdamW does the update in pieces that stay in the cache between passes.
+built, PyTorch's fused AdamW does the update, with a conversion before it and one after.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from shoal.optim.native import NotBuilt, library
 from shoal.optim.runs import HALVES
 
-PIECE = 1 << 20
-"""Elements that are updated at a time without native code: what a large cache holds, and work enough for threads."""
+PIECE = 1 << 23
+"""Elements that are updated at a time without native code, so that scaled gradients take little memory: 32 MiB."""
 
 _KINDS = {torch.float64: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
 """What the native step calls them."""
@@ -113,11 +113,12 @@ def plain(update: Update) -> None:
     """The step by PyTorch's kernels, piece by piece."""
     steps = [torch.tensor(float(update.step))]
     half = update.params if update.half is None else update.half
+    room = torch.empty(min(PIECE, update.params.numel()), dtype=update.params.dtype)
     pieces = (tensor.view(-1).split(PIECE) for tensor in (*update[:4], half))
     for params, grads, exp_avg, exp_avg_sq, rounded in zip(*pieces, strict=True):
         torch._fused_adamw_(
             [params],
-            [grads.to(params.dtype, copy=True).mul_(update.factor)],
+            [room[: len(grads)].copy_(grads).mul_(update.factor)],
             [exp_avg],
             [exp_avg_sq],
             [],

@@ -29,8 +29,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(params=["native", "plain"])
-def step(request: pytest.FixtureRequest) -> Callable[[Update], None]:
+def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Update], None]:
     if request.param == "plain":
+        monkeypatch.setattr(host, "PIECE", 1000)
         return plain
     found = native()
     if found is None:
