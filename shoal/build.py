@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.buckets import BUCKET_BYTES
 from shoal.data_parallel.server import Server
 from shoal.data_parallel.sharing import Sharing
+from shoal.data_parallel.stowage import Away, Portion
 from shoal.data_parallel.sync import Sync
 from shoal.data_parallel.zero import Zero, ZeroThree
 from shoal.errors import LayoutError, setting
 from shoal.layout import Layout, kinds
 from shoal.local import Interpreter, LocalParameter
+from shoal.memory.homes import Homes
 from shoal.memory.recompute import recompute_attention, recomputed
 from shoal.mesh import Mesh
 from shoal.model.roles import RoleTable, role_of
@@ -96,7 +99,12 @@ def shares_of(
 
 
 def check_optimizers(layout: Layout, names: Collection[str]) -> None:
-    """Refuse Muon where stages update at times of their own: its ranks divide the work on matrices between them."""
+    """Refuse Muon where stages update at times of their own, as its ranks divide the work on matrices between them; and
+    where what it updates is on a disk, as it needs all of it at once."""
+    for part in layout.offload:
+        if "muon" in names and (part.what, part.where) == ("optimizer", "nvme"):
+            problem = "Muon needs all of its momenta at once"
+            raise LayoutError(setting("layout.offload", part, problem, "use offload=optimizer:cpu"))
     if kinds.SCHEDULES[layout.schedule].per_micro_batch and "muon" in names:
         problem = f"Muon's ranks work together, and under {layout.schedule} they update at times of their own"
         other = "2bw" if kinds.SCHEDULES["2bw"].admits(layout.pp, layout.mb) else "1f1b"
@@ -193,6 +201,20 @@ def sharing_of(layout: Layout) -> Sharing:
     )
 
 
+def away_of(layout: Layout, device: torch.device, swap: Path | None) -> Away | None:
+    """``offload``, but for activations: what model states live elsewhere, those on disk in a file in ``swap``."""
+    portions = {part.what: Portion(part.where, part.fraction) for part in layout.offload if part.what != "activations"}
+    if not portions:
+        return None
+    return Away(
+        Homes(device, swap or Path()),
+        portions.get("optimizer", Portion()),
+        portions.get("params", Portion()),
+        grads="grads" in portions,
+        early=not layout.asynchronous,
+    )
+
+
 def sync_of(
     layout: Layout,
     held: Sequence[LocalParameter],
@@ -201,23 +223,27 @@ def sync_of(
     uses: Mapping[int, Sequence[str]],
     *,
     masters: bool = True,
+    swap: Path | None = None,
 ) -> Sync:
-    """``zero`` and ``sync``: how replicas keep equal. ``uses`` names each unit's parameters; ``masters`` says whether
-    those in half precision have float32 copies."""
+    """``zero``, ``sync`` and ``offload``: how replicas keep equal, and where. ``uses`` names each unit's parameters;
+    ``masters`` says whether those in half precision have float32 copies; ``swap`` is for what lives on a disk."""
     trained = [one for one in held if one.parameter.requires_grad]
     frozen = [one for one in held if not one.parameter.requires_grad]
-    sharing = replace(sharing_of(layout), masters=masters)
+    away = away_of(layout, mesh.world.device, swap)
+    visit = away is not None and away.params.fraction > 0
+    sharing = replace(sharing_of(layout), masters=masters, away=away)
     if layout.sync == "server":
         joined: Reduction = "max" if layout.reduce == "max" else "sum"
         return Server(trained, frozen, treat, mesh, sharing, uses=uses, reduction=joined, stale=layout.stale)
-    match layout.zero:
-        case 0:
-            return AllReduce(trained, frozen, treat, mesh, sharing)
-        case 1 | 2:
-            return Zero(trained, frozen, treat, mesh, sharing)
-        case _:
-            resident = layout.keep_params or layout.stages > 1 or sharing.split_backward
-            return ZeroThree(trained, frozen, treat, mesh, sharing, uses=uses, resident=resident)
+    resident = layout.keep_params or layout.stages > 1 or sharing.split_backward
+    if layout.zero == 3:
+        return ZeroThree(trained, frozen, treat, mesh, sharing, uses=uses, resident=resident)
+    if visit:  # as those do that are divided: a unit at a time
+        sharing = replace(sharing, keep_params=False, cap_bytes=0)
+    sync = (Zero if layout.zero else AllReduce)(trained, frozen, treat, mesh, sharing)
+    if visit:
+        sync.come_and_go(uses, resident=resident)
+    return sync
 
 
 @cache

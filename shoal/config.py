@@ -5,18 +5,17 @@ Unknown keys are refused with their nearest match; every error names the setting
 
 from __future__ import annotations
 
-import json
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shoal.errors import ConfigError, nearest, setting
+from shoal.config_faults import explain
+from shoal.errors import ConfigError, setting
 from shoal.layout import Layout
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -255,6 +254,17 @@ class Log(Section):
     project: str = Field("shoal", description="Weights & Biases project")
 
 
+class Memory(Section):
+    """Where model states go that a layout's ``offload`` takes off the device, and what that may hold."""
+
+    swap: Path | None = Field(
+        None, description="folder of the files for offload=…:nvme, on a disk of this machine; unset: the run's folder"
+    )
+    budget_gib: float | None = Field(
+        None, gt=0, description="what a rank may hold on its device; offload=optimizer:cpu then takes away what it must"
+    )
+
+
 class Run(Section):
     """The run as a whole."""
 
@@ -283,6 +293,7 @@ class Config(Section):
     schedule: Schedule = Schedule()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
+    memory: Memory = Memory()
     log: Log = Log()
     layout: dict[str, bool | int | float | str] = Field(
         default_factory=dict, description='the keys of `--layout`, such as dp = 2 or tp = "4:2d"'
@@ -328,7 +339,7 @@ def parse(table: Mapping[str, Any]) -> Config:
         return Config.model_validate(table)
     except ValidationError as error:
         # A default that is made of other settings has no fault of its own.
-        lines = [_explain(fault) for fault in error.errors() if fault["type"] != "default_factory_not_called"]
+        lines = [explain(fault, Config) for fault in error.errors() if fault["type"] != "default_factory_not_called"]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
@@ -349,42 +360,3 @@ def _override(table: dict[str, Any], text: str) -> None:
     if not isinstance(table.setdefault(section, {}), dict):
         raise ConfigError(f"{section}: must be a section, [{section}]")
     table[section][name] = parsed
-
-
-def _explain(fault: Any) -> str:
-    """One line for one of pydantic's faults: the dotted setting, its value, what is wrong or legal."""
-    place = [str(part) for part in fault["loc"] if not str(part).startswith(("function-", "constrained-", "literal["))]
-    name = ".".join(place)
-    if fault["type"] == "extra_forbidden":
-        known = _fields(place[:-1])
-        return f"{name}: unknown key{nearest(place[-1], known)}; known here: {', '.join(sorted(known))}"
-    if fault["type"] == "missing" and isinstance(fault["loc"][-1], str):
-        return f"{name}: missing; the run file must set it"
-    if fault["type"] == "value_error":
-        return f"{name}.{fault['ctx']['error']}".lstrip(".")
-    if place[0] == "layout" and len(place) > 1:
-        legal = 'use one of them, as in dp = 2 or tp = "4:2d"'
-        return setting(".".join(place[:2]), fault["input"], "is neither a whole number nor text", legal)
-    choices = re.findall("'([^']*)'", fault["ctx"]["expected"]) if fault["type"] == "literal_error" else []
-    problem = fault["msg"][0].lower() + fault["msg"][1:] + nearest(str(fault["input"]), choices)
-    return setting(name, fault["input"], problem, _legal([part for part in place if not part.isdigit()], choices))
-
-
-def _legal(place: Sequence[str], choices: Sequence[str]) -> str:
-    """What the setting at ``place`` can be, which may be one of some ``choices``."""
-    field = _fields(place[:-1])[place[-1]]
-    if field.is_required():
-        number = "8" if field.annotation in (int, float) else ""
-        return f"use {number or choices[0]}" if number or choices else f"it is a {field.description or 'section'}"
-    if field.default_factory is not None or field.default in (None, ()) or isinstance(field.default, Section):
-        return "leave it out"
-    return f"its default is {json.dumps(field.default, default=str)}"
-
-
-def _fields(place: Sequence[str]) -> dict[str, Any]:
-    model: Any = Config
-    for part in place:
-        if not part.isdigit():  # a place in a list of sections
-            kind = model.model_fields[part].annotation
-            model = next((one for one in get_args(kind) if hasattr(one, "model_fields")), kind)
-    return dict(model.model_fields)

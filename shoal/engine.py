@@ -39,7 +39,7 @@ from shoal.mesh import Mesh
 from shoal.model.context import Batch, Cache
 from shoal.model.decoder import Decoder
 from shoal.model.generate import Decode
-from shoal.model.task import Task, as_task, check_module
+from shoal.model.task import Task, as_task, check_module, evaluating
 from shoal.optim.clip import clip_factor
 from shoal.optim.guard import Guard
 from shoal.optim.optimizers import Updater
@@ -62,7 +62,8 @@ class Engine:
     ``model`` answers as a :class:`~shoal.model.task.Task` does (Shoal's decoder, built on the meta device so that
     weights come into being only where they are held), or is any ``nn.Module``, taken as it is, with
     ``loss(output, batch)`` that sums over samples and, if the mean is not over samples, ``weight(batch)``; its
-    parameters are then copied from rank 0. ``rate(step)`` scales the learning rate.
+    parameters are then copied from rank 0. ``rate(step)`` scales the learning rate. ``swap`` is the folder of what a
+    layout's ``offload`` keeps on a disk; the current one unless told.
 
     Raises :class:`LayoutError` where the layout is not built yet, or does not fit the world or the model, and
     :class:`ConfigError` where the optimizer does not.
@@ -79,8 +80,9 @@ class Engine:
         world: World | None = None,
         loss: Callable[[Tensor, Batch], Tensor] | None = None,
         weight: Callable[[Batch], Tensor] | None = None,
+        swap: Path | None = None,
     ) -> None:
-        self.world = world or World()
+        self.world, self._swap = world or World(), swap
         self.layout = layout.fill(self.world.size)
         self.layout.check_built()
         self.optimizer, self.rate, self.seed = optimizer or Optimizer(), rate, seed
@@ -145,8 +147,9 @@ class Engine:
         # Shard, and materialise by placement.
         uses = {unit: [names[parameter] for parameter in used[unit]] for unit in mine}
         masters = self.optimizer.rounding == "nearest"
-        self._sync = sync_of(self.layout, held, treat, mesh, uses, masters=masters)
-        self._updater = Updater(self.optimizer, self._sync.runs(), self.world, self.seed)
+        self._sync = sync_of(self.layout, held, treat, mesh, uses, masters=masters, swap=self._swap)
+        self.on_host = self._sync.on_host
+        self._updater = Updater(self.optimizer, self._sync.runs(), self.world, self.seed, self._sync.shelves())
         self._buffers = [buffer for _, buffer in persistent_buffers(module)]
         self._units, self._layers = mine, len(layers)
         # The Program, and what its actions mean.
@@ -324,7 +327,7 @@ class Engine:
         self.drain()
         wanted = [one for one in self.fragments() if states or one.kind == "weight"]
         step, meta = checkpoint.load(path, wanted, self.world)
-        self._sync.published()
+        self._sync.published(fresh=True)
         self._sync.settle()
         if not states:
             for fragment in self._sync.states():
@@ -359,7 +362,7 @@ class Engine:
             return
         self._sync.finish()
         self.on_gradients()
-        self._grad_norm = self._sync.norm() / self._guard.scale
+        self._grad_norm = self._sync.norm.find() / self._guard.scale
 
     def _update(self, first: int) -> None:
         if self._flow is not None:
@@ -378,19 +381,13 @@ class Engine:
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
-        """The module in evaluation mode and without gradients, then each of its modules as it was: a user may have
-        frozen some of them."""
+        """The module in evaluation mode and without gradients."""
         self._check_whole()
-        module = self.task.module
-        before = [(one, one.training) for one in module.modules()]
-        module.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), evaluating(self.task.module):
                 yield
         finally:
             self._sync.release()
-            for one, training in before:
-                one.training = training
 
     def _check_whole(self) -> None:
         """What stages have sent each other in a step that was cut short would meet what the next one sends."""

@@ -153,14 +153,14 @@ class Flow:
             step = self._find(first)
             with self._sync.view(step.place):
                 self._sync.finish()
-            step.norm = self._sync.start_norm()
+            step.norm = self._sync.norm.start()
 
     def update(self, first: int) -> None:
         """Apply the gradients of a batch to the newest weights."""
         step, alone = self._find(first), self._stream.per_micro_batch
         if alone:
             self._sync.finish()
-            norm = self._sync.norm(self._stage) / step.scale
+            norm = self._sync.norm.find(self._stage) / step.scale
         else:
             assert step.norm is not None
             squares, pending = step.norm
@@ -177,8 +177,8 @@ class Flow:
         with self._sync.view(self._sync.filling if alone else step.place):
             if passes:
                 factor = clip_factor(norm, self._optimizer.clip) / step.scale
-                step.lr = self._updater.update(self._rate(step.number), factor)
                 self._weights.advance()
+                step.lr = self._updater.update(self._rate(step.number), factor)
             else:
                 self._weights.stay()
             self._sync.updated(aside=not alone, skipped=not passes)

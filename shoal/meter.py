@@ -32,6 +32,10 @@ ACTIVATIONS, WORKSPACE, OUTSIDE = "activations", "workspace", "outside"
 made where the meter could not see it but used by an operation that it did see (before it was entered, or through
 another library's memory, as ``torch.from_numpy`` and memory-mapped files do)."""
 
+HOST = "host"
+"""The category of what lives on the host while the model is on a device, if somebody labels it so. Where there is no
+GPU, the device is an account in the same memory."""
+
 
 class Meter:
     """Counts the bytes of live storages by category, and their peak in each phase, while it is entered.
@@ -41,7 +45,8 @@ class Meter:
     the categories of their moment, so label gradients where they are made to find them in the peak of a backward.
 
     Backward passes, hooks, optimizers and collectives are seen like any other operation. All devices count together;
-    meta and fake tensors count the bytes that they stand for. Sparse tensors have no storage: an operation on one
+    meta and fake tensors count the bytes that they stand for. Categories ``apart`` are not part of totals and peaks:
+    what is there is somewhere else than the rest (:data:`HOST`). Sparse tensors have no storage: an operation on one
     raises ``NotImplementedError``. After exit nothing new is counted, but what is freed still leaves the totals.
 
         with Meter() as meter:
@@ -51,7 +56,8 @@ class Meter:
             assert meter.live("activations") == 4 * saved_elements
     """
 
-    def __init__(self) -> None:
+    def __init__(self, apart: Iterable[str] = ()) -> None:
+        self._apart = tuple(apart)
         self._held: dict[int, _Held] = {}  # by the identity of the storage object, which lives as long as its memory
         self._freed: deque[_Held] = deque()
         self._live: Counter[str] = Counter()
@@ -101,7 +107,7 @@ class Meter:
     def live(self, category: str | None = None) -> int:
         """Bytes alive now, in ``category`` or in all."""
         self._settle()
-        return self._total if category is None else self._live[category]
+        return self._counted() if category is None else self._live[category]
 
     def snapshot(self) -> dict[str, int]:
         """Bytes alive now, by category; a category that holds nothing is left out."""
@@ -160,9 +166,13 @@ class Meter:
 
     def _record(self) -> None:
         self._settle()
+        total = self._counted()
         for phase, _ in self._open:
-            if phase not in self._peaks or self._total >= self._peaks[phase][0]:
-                self._peaks[phase] = self._total, self.snapshot()
+            if phase not in self._peaks or total >= self._peaks[phase][0]:
+                self._peaks[phase] = total, self.snapshot()
+
+    def _counted(self) -> int:
+        return self._total - sum(self._live[category] for category in self._apart)
 
 
 class _Held:

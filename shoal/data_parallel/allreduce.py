@@ -5,6 +5,9 @@ from __future__ import annotations
 from shoal.comm.collectives import Pending
 from shoal.data_parallel.sync import Sync
 
+IN_FLIGHT = 2
+"""Buckets that are being summed at once, where the device keeps none that has been."""
+
 
 class AllReduce(Sync):
     """Every rank keeps all it holds, and has the sums of all of it."""
@@ -23,10 +26,11 @@ class AllReduce(Sync):
     def _send(self, number: int) -> None:
         if self.flats[number].bucket.spans_stages:
             return  # the other stage may be far from having sent its own
-        if under_way := self._start_cross(number):
-            self._pending.append((number, under_way))
-        else:
-            self._add_squares(number)  # now, while they are in the cache
+        self._pending.append((number, self._start_cross(number)))
+        if not self._pending[-1][1]:
+            self._reduced(*self._pending.pop())  # now, while they are in the cache
+        while self.flats[number].stowage.grads and len(self._pending) > IN_FLIGHT:
+            self._reduced(*self._pending.pop(0))
 
     def depart(self) -> None:
         if not self._departed:
@@ -37,8 +41,11 @@ class AllReduce(Sync):
     def finish(self) -> None:
         self.depart()
         self._departed = False
-        for number, under_way in self._pending:
-            for pending in under_way:
-                pending.wait()
-            self._add_squares(number)
-        self._pending.clear()
+        while self._pending:
+            self._reduced(*self._pending.pop(0))
+
+    def _reduced(self, number: int, under_way: list[Pending]) -> None:
+        for pending in under_way:
+            pending.wait()
+        self._add_squares(number)
+        self.flats[number].lower_gradients()

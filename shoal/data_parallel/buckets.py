@@ -98,11 +98,12 @@ class Bucket:
             if (first := max(start, self.low)) < (last := min(stop, self.high)):
                 yield Range(first - self.low, last - self.low, division)
 
-    def own_boxes(self) -> Iterator[OwnBox]:
-        """This rank's part, in order, as boxes of logical tensors."""
+    def own_boxes(self, begin: int = 0, end: int | None = None) -> Iterator[OwnBox]:
+        """This rank's part, or its elements ``begin`` … ``end`` − 1, in order, as boxes of logical tensors."""
+        low, high = self.low + begin, self.high if end is None else self.low + end
         for number, slot in enumerate(self.slots):
             for (piece, who, (start, stop)), treatment in zip(_piece_spans(slot), self._treat(slot.held), strict=True):
-                first, last = max(start, self.low), min(stop, self.high)
+                first, last = max(start, low), min(stop, high)
                 shape = tuple(high - low for low, high in piece.box)
                 for box in flat_boxes(shape, first - start, last - start):
                     length = prod(high - low for low, high in box)
@@ -112,10 +113,13 @@ class Bucket:
                     yield OwnBox(first - self.low, first - self.low + length, number, held, who, treatment)
                     first += length
 
-    def own_fragments(self, kind: str, part: Tensor, divide: Callable[[Holders], Division]) -> Iterator[Fragment]:
-        """The boxes of logical tensors in ``part``, a tensor that lies as this rank's part of the bucket does."""
-        for start, stop, _, piece, who, _ in self.own_boxes():
-            values = part[start:stop].view([high - low for low, high in piece.box])
+    def own_fragments(
+        self, kind: str, part: Tensor, divide: Callable[[Holders], Division], begin: int = 0
+    ) -> Iterator[Fragment]:
+        """The boxes of logical tensors in ``part``, a tensor that lies as this rank's part of the bucket does from
+        element ``begin`` on."""
+        for start, stop, _, piece, who, _ in self.own_boxes(begin, begin + len(part)):
+            values = part[start - begin : stop - begin].view([high - low for low, high in piece.box])
             yield Fragment(kind, piece, divide(who).same, values)
 
 

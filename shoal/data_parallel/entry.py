@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -224,3 +224,23 @@ def late(main: Main) -> ConfigError:
         f"Engine: a gradient of {main.held.name} came after its unit was done: another layer uses it without holding "
         "it, or a hook kept it; make it a parameter of every layer that uses it"
     )
+
+
+def take_in(mains: Sequence[Main]) -> None:
+    """Take in what a backward pass has left as parameters' ``grad``."""
+    first: tuple[list[Tensor], list[Tensor]] = ([], [])
+    later: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for main in mains:
+        gradient = main.held.parameter.grad
+        if main.buffered and gradient is not None and not main.settled:
+            into, what = first if main.enter() else later
+            into.append(main.gradient)
+            what.append(gradient)
+    if first[0]:
+        torch._foreach_copy_(*first)
+    if later[0]:
+        torch._foreach_add_(*later)
+    for main in mains:  # what comes besides autograd adds in place, while the cache has it
+        if main.buffered:
+            alike = main.gradient.dtype == main.held.parameter.dtype
+            main.held.parameter.grad = main.gradient if main.entered and alike else None

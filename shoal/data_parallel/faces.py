@@ -10,11 +10,11 @@ from shoal.data_parallel.flat import Flat, other_memory
 
 class Faces:
     """Views of the whole while there is a whole; else NaN (zero in whole numbers), since what is behind the views is
-    not there, or not yet, and reading that would be an accident. Of a bucket that nobody divides they stay views."""
+    not there, or not yet, and reading that would be an accident. What is always whole stays views."""
 
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
-        slots = flat.bucket.slots if len(flat.bucket.shard) > 1 else []
+        slots = flat.bucket.slots if flat.divided or not flat.keep_params else []
         self._parts = [(slot, _nothing(slot.held.parameter)) for slot in slots]
         self._hidden = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data_parallel.buckets import Bucket
+from shoal.data_parallel.stowage import Away, Stowage
 from shoal.errors import ConfigError
 from shoal.optim.runs import HALVES
+from shoal.placement import Division, Fragment, Holders
 
 
 class Zeros(Protocol):
@@ -47,19 +49,22 @@ class Flat:
         versions: bool = False,
         trains: bool = True,
         zeros: Zeros = torch.zeros,
+        away: Away | None = None,
     ) -> None:
         """``zeros`` makes the memory of what is exchanged and never loses it (:meth:`shoal.comm.world.World.zeros`)."""
-        self.bucket = bucket
-        undivided = len(bucket.shard) == 1
-        self.keep_params, self.keep_grads = keep_params or undivided, keep_grads or undivided
+        self.bucket, self.trains = bucket, trains
+        self.divided = len(bucket.shard) > 1
         wide = torch.float32 if bucket.dtype in HALVES else bucket.dtype
+        self.stowage = stowage = Stowage(bucket, away, trains=trains, mixed=masters and wide != bucket.dtype)
+        self.keep_params = (keep_params or not self.divided) and stowage.parked_to == 0
+        self.keep_grads = (keep_grads or not self.divided) and not stowage.grads
         self.grad_dtype = bucket.dtype if half_grads else wide
-        self.mixed = trains and (versions or (masters and wide != bucket.dtype))
-        self.buffered = trains and not (bucket.alone and self.grad_dtype == bucket.dtype)
+        self.mixed = trains and (versions or stowage.apart)
+        self.buffered = trains and (stowage.cut > 0 or not (bucket.alone and self.grad_dtype == bucket.dtype))
         mine = slice(bucket.low, bucket.high)
         plain = partial(torch.zeros, device=bucket.device)
         self._zeros = plain if bucket.alone else zeros
-        gathered = zeros if keep_params and not undivided else plain
+        gathered = zeros if self.keep_params and self.divided else plain
         exact = self._initial(wide if trains and masters else bucket.dtype, gathered)
         self.params = exact if exact.dtype == bucket.dtype else gathered(bucket.size, dtype=bucket.dtype).copy_(exact)
         for slot in bucket.slots:
@@ -67,12 +72,14 @@ class Flat:
         self.faces: Sequence[nn.Parameter] = [slot.held.parameter for slot in bucket.slots]
         """What modules have, parameter by parameter."""
         self.own_params = self.params[mine]
-        self.masters = exact[mine].clone() if self.mixed else self.own_params
+        self.masters = exact[mine][stowage.cut :].clone() if self.mixed else self.own_params[stowage.cut :]
         self.grads = self._gradients() if self.buffered else self.params.new_empty(0)
         self.own_grads = self.grads[mine] if self.buffered else self.grads
         self._aside: tuple[Tensor, Tensor] | None = None
-        self.states = {name: torch.zeros_like(self.masters, dtype=wide) for name in bucket.states} if trains else {}
+        states = dict.fromkeys(bucket.states if trains else (), wide)
+        self.states = {name: torch.zeros_like(self.masters, dtype=dtype) for name, dtype in states.items()}
         self._written = self._writes()
+        stowage.fill(exact[mine], states, self)
 
     def _gradients(self) -> Tensor:
         make = self._zeros if self.keep_grads else partial(torch.zeros, device=self.bucket.device)
@@ -89,13 +96,17 @@ class Flat:
         """From here on, what is not kept whole is only this rank's part, except between :func:`open_` and
         :func:`close`."""
         if not self.keep_params:
-            self.own_params = self._zeros(len(self.own_params), dtype=self.own_params.dtype).copy_(self.own_params)
+            part = self.own_params[self.stowage.parked_to :]
+            self.own_params = self._zeros(len(part), dtype=part.dtype).copy_(part)
             if not self.mixed:
-                self.masters = self.own_params
+                self.masters = self.own_params[self.stowage.cut - self.stowage.parked_to :]
             close(self.params)
         if not self.keep_grads:
-            self.own_grads = self.own_grads.clone()
+            if self.divided:
+                self.own_grads = self.own_grads.clone()
             close(self.grads)
+            if self.stowage.grads:
+                close(self.own_grads)
 
     def swap(self) -> None:
         """Another buffer takes the place of the gradients', or takes it again: one keeps the sums of a batch while
@@ -117,24 +128,71 @@ class Flat:
             slot.held.parameter.data = slot.of(params)
         self.see()
 
-    def publish(self) -> None:
-        """What the optimizer has made of the masters is what the model computes with."""
+    def lower_gradients(self, *, add: bool = False) -> None:
+        """Sums of gradients, or of some that ``add`` to them, are there: what of them is to live on the host goes
+        there, and the device keeps none of those that do."""
+        self.stowage.lower_gradients(self.own_grads, add=add)
+        if self.stowage.grads:
+            close(self.grads)
+            close(self.own_grads)
+
+    def publish(self, *, fresh: bool = False) -> None:
+        """What the optimizer has made of the masters is what the model computes with; of those on shelves too, if they
+        are ``fresh`` or were updated with the rest."""
         if self.mixed:
-            self.own_params.copy_(self.masters)
-            self.see()
+            cut, parked_to = self.stowage.cut, self.stowage.parked_to
+            for start, stop, kept in self.stowage.parked:  # of shelves, their own updates do
+                if start >= cut:
+                    kept.lower(self.masters[start - cut : stop - cut].to(self.params.dtype))
+                    kept.settle()
+            begin = max(cut, parked_to)
+            self.own_params[begin - parked_to :].copy_(self.masters[begin - cut :])
+        if fresh or self.stowage.by_matrix:
+            for shelf in self.stowage.shelves:
+                shelf.publish()
+        self.see()
 
     def adopt(self) -> None:
         """What somebody has copied into a parameter meanwhile is what its master is from here on. A master that rounds
         to what is there already stays as it is."""
-        if not self.mixed:
+        if not (self.mixed or self.stowage.shelves):
             return
         for number in self.written():
             _, start, stop = self.bucket.slots[number]
-            first, last = max(start, self.bucket.low), min(stop, self.bucket.high)
-            if first < last and is_open(self.params):
-                there, master = self.params[first:last], self.masters[first - self.bucket.low : last - self.bucket.low]
-                master.copy_(torch.where(there == master.to(there.dtype), master, there.to(master.dtype)))
+            if is_open(self.params):
+                for begin, masters in self.pieces("weight", start - self.bucket.low, stop - self.bucket.low):
+                    there = self.params[self.bucket.low + begin :][: len(masters)].to(masters.device)
+                    masters.copy_(torch.where(there == masters.to(there.dtype), masters, there.to(masters.dtype)))
         self.see()
+
+    def pieces(self, kind: str, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Elements ``begin`` … ``end`` − 1 of this rank's part of the weights, as exact as they are kept, of the
+        reduced gradients, or of an optimizer state, wherever they are: the first element and the contents of each
+        piece, in order. Writing to one writes the model's."""
+        end = self.bucket.high - self.bucket.low if end is None else end
+        for start, stop, find in self._places(kind):
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                yield first, find()[first - start : last - start]
+
+    def _places(self, kind: str) -> Iterator[tuple[int, int, Callable[[], Tensor]]]:
+        stowage, size = self.stowage, self.bucket.high - self.bucket.low
+        if kind == "gradient":
+            if not stowage.grads or is_open(self.own_grads):
+                yield 0, size, lambda: self.own_grads
+                return
+            yield from ((shelf.at.start, shelf.at.stop, shelf.gradient) for shelf in stowage.shelves)
+        elif kind == "weight" and not self.trains:
+            yield from ((start, stop, kept.view) for start, stop, kept in stowage.parked)
+            yield stowage.parked_to, size, lambda: self.own_params
+        else:
+            yield from ((shelf.at.start, shelf.at.stop, partial(shelf.view, kind)) for shelf in stowage.shelves)
+            yield stowage.cut, size, lambda: self.masters if kind == "weight" else self.states[kind]
+
+    def fragments(self, kind: str, divide: Callable[[Holders], Division]) -> Iterator[Fragment]:
+        """The same as boxes of logical tensors."""
+        for begin, contents in self.pieces(kind):
+            yield from self.bucket.own_fragments(kind, contents, divide, begin)
 
     def see(self) -> None:
         """Whatever has been written to parameters until now is known."""

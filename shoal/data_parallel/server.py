@@ -113,8 +113,8 @@ class Server(Sync):
 
     # ---- parameters
 
-    def published(self) -> None:
-        super().published()
+    def published(self, *, fresh: bool = False) -> None:
+        super().published(fresh=fresh)
         self._arrive(list(self._coming))
         going = []
         for number in reversed(range(len(self.flats))):
@@ -147,12 +147,6 @@ class Server(Sync):
 
     def check(self, *, under_way: bool = False) -> None:
         super().check(under_way=under_way or bool(self._coming))
-
-    def take_squares(self) -> Tensor:
-        """What this rank adds to the square of the norm of the step that was finished last; the next has another."""
-        squares = self._squares.clone()
-        self._squares.zero_()
-        return squares
 
 
 def _wait(pending: Sequence[Pending]) -> None:

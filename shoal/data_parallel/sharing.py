@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from shoal.data_parallel.buckets import BUCKET_BYTES
+from shoal.data_parallel.stowage import Away
 from shoal.mesh import Grid
 from shoal.placement import Division, Holders, divide, serve
 
@@ -33,6 +34,8 @@ class Sharing:
     """Whether the terms of sums of gradients are rounded to blocks of int8."""
     split_backward: bool = False
     """Whether weight gradients may come later than the gradients of inputs (:mod:`shoal.model.linear`)."""
+    away: Away | None = None
+    """What lives elsewhere than on the device."""
     cap_bytes: int = BUCKET_BYTES
     """Of a bucket: as large as that if its units are not larger."""
 

@@ -8,24 +8,27 @@ ranks disagree about which collective is next.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
-import torch
 from torch import Tensor, nn
 
-from shoal.comm.collectives import Pending, all_reduce, start_all_reduce
+from shoal.comm.collectives import Pending, start_all_gather, start_all_reduce
 from shoal.comm.world import Group
-from shoal.data_parallel.bucket_runs import runs_of
 from shoal.data_parallel.buckets import Bucket, build_buckets
-from shoal.data_parallel.entry import Contribution, Later, Main, late, main_of
+from shoal.data_parallel.entry import Contribution, Later, Main, late, main_of, take_in
 from shoal.data_parallel.flat import Flat, is_open, open_
+from shoal.data_parallel.norm import Norm
+from shoal.data_parallel.run_lists import runs_of
 from shoal.data_parallel.sharing import Sharing
+from shoal.data_parallel.shelves import AnyShelf
+from shoal.data_parallel.stowage import on_host, reserve
+from shoal.data_parallel.visits import Visits
 from shoal.errors import ConfigError
 from shoal.local import LocalParameter, settle
 from shoal.mesh import Mesh
 from shoal.model.linear import attach_sink
-from shoal.optim.clip import global_norm, squared_norm
 from shoal.optim.runs import Run
 from shoal.optim.treatment import Treat
 from shoal.placement import Fragment
@@ -35,11 +38,8 @@ class Sync:
     """Keeps the main gradients of ``trained`` parameters. When :meth:`finish` is done, what :meth:`runs` shows the
     optimizer are their sums over all replicas. ``treat`` says how the optimizer treats each.
 
-    ``must_see`` says whether parameters come and go with the units that use them. Subclasses say how a bucket is sent
-    (:meth:`_send`) and how the sums are completed (:meth:`finish`).
+    Subclasses say how a bucket is sent (:meth:`_send`) and how the sums are completed (:meth:`finish`).
     """
-
-    must_see = False
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Sync:
         sharing: Sharing,
     ) -> None:
         self._mesh, self._sharing = mesh, sharing
+        self.on_host = partial(on_host, sharing.away)
         self._divide = sharing.divider(mesh.grid, mesh.world.rank)
         divisions = [self._divide(who) for one in (*trained, *frozen) for who in one.holders]
         mesh.open_groups({ranks for each in divisions for ranks in (each.shard, each.cross)})
@@ -59,7 +60,11 @@ class Sync:
         self._mains: list[Main] = []
         self.later = Later()
         self._of_bucket: list[list[Main]] = []
-        for number, bucket in enumerate(build_buckets(trained, self._divide, treat, sharing.cap_bytes)):
+        buckets = build_buckets(trained, self._divide, treat, sharing.cap_bytes)
+        idle = () if sharing.keep_params else frozen
+        frozen_buckets = build_buckets(idle, self._divide, treat, sharing.cap_bytes)
+        reserve(sharing.away, buckets, frozen_buckets)
+        for number, bucket in enumerate(buckets):
             flat = self._flat(bucket)
             self.flats.append(flat)
             mains = [main_of(slot, number, flat, self.make_ready, self.later) for slot in bucket.slots]
@@ -71,7 +76,7 @@ class Sync:
         self.frozen = list(frozen) if sharing.keep_params else []
         for one in self.frozen:
             settle(one)
-        for bucket in build_buckets(() if sharing.keep_params else frozen, self._divide, treat, sharing.cap_bytes):
+        for bucket in frozen_buckets:
             self.frozen_flats.append(self._flat(bucket, trains=False))
             self.frozen_flats[-1].release_whole()
         self._shards = [mesh.group(flat.bucket.shard) for flat in (*self.flats, *self.frozen_flats)]
@@ -92,10 +97,10 @@ class Sync:
                 attach_sink(main.held.parameter, main)
         self._units_done: set[int] = set()
         self._sent: set[int] = set()
+        self._visits: Visits | None = None
         self.filling = 0
         """Of two places for gradients, the one in which they add up now."""
-        self._squares = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
-        self._norm_group = self._fewest_for_the_norm()
+        self.norm = Norm(self.flats, mesh)
         self.set_up()
 
     def set_up(self) -> None:
@@ -112,7 +117,18 @@ class Sync:
             versions=sharing.versions or (sharing.int8_gather and sharing.keep_params),
             trains=trains,
             zeros=self._mesh.world.zeros,
+            away=sharing.away,
         )
+
+    def come_and_go(self, uses: Mapping[int, Sequence[str]], *, resident: bool) -> None:
+        """From here on parameters that are not kept whole come and go with the units that use them."""
+        flats = [*self.flats, *self.frozen_flats]
+        self._visits = Visits(flats, self._shards, uses, self._start_gather, resident=resident)
+
+    @property
+    def must_see(self) -> bool:
+        """Whether parameters come and go with the units that use them."""
+        return self._visits is not None
 
     # ---- a step, in the order in which it happens
 
@@ -120,10 +136,12 @@ class Sync:
         """Start a step: nothing has entered, whatever a step that failed half-way has left."""
         self._units_done.clear()
         self._sent.clear()
-        self._squares.zero_()
+        self.norm.begin()
         self.later.forget()
         for main in self._mains:
             main.begin()
+        if self._visits is not None:
+            self._visits.begin()
 
     def postpone(self, kept: list[Contribution] | None) -> None:
         """Contributions to weights' gradients, of those that can wait, are ``kept`` until None is."""
@@ -132,15 +150,24 @@ class Sync:
 
     def enter_unit(self, unit: int, backward: bool) -> None:
         """The parameters of ``unit`` are about to be used."""
+        if self._visits is not None:
+            self._visits.enter(unit, backward)
 
     def leave_unit(self, unit: int) -> None:
         """The forward pass of ``unit`` is over."""
+        if self._visits is not None:
+            self._visits.leave(unit)
 
     def unit_done(self, unit: int, final: bool) -> None:
         """A backward pass has completed the gradients of ``unit``: take them in. If no pass will follow (``final``),
         send each bucket whose units all are complete."""
+        self._take_from(unit, final)
+        if self._visits is not None:
+            self._visits.done(unit, final)
+
+    def _take_from(self, unit: int, final: bool) -> None:
         self.later.settle()
-        self._take_in(self._used_by[unit])
+        take_in(self._used_by[unit])
         if not final:
             self._between_passes(unit)
             return
@@ -148,24 +175,6 @@ class Sync:
         for number in sorted({main.bucket for main in self._used_by[unit]}):
             if self.flats[number].bucket.units <= self._units_done:
                 self._complete(number)
-
-    def _take_in(self, mains: Sequence[Main]) -> None:
-        first: tuple[list[Tensor], list[Tensor]] = ([], [])
-        later: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for main in mains:
-            gradient = main.held.parameter.grad
-            if main.buffered and gradient is not None and not main.settled:
-                into, what = first if main.enter() else later
-                into.append(main.gradient)
-                what.append(gradient)
-        if first[0]:
-            torch._foreach_copy_(*first)
-        if later[0]:
-            torch._foreach_add_(*later)
-        for main in mains:  # what comes besides autograd adds in place, while the cache has it
-            if main.buffered:
-                alike = main.gradient.dtype == main.held.parameter.dtype
-                main.held.parameter.grad = main.gradient if main.entered and alike else None
 
     def _between_passes(self, unit: int) -> None:
         """Another pass will add to the gradients of ``unit``."""
@@ -220,18 +229,6 @@ class Sync:
         """Wait until the gradients that :meth:`runs` shows are sums over all replicas, and have their squares added."""
         raise NotImplementedError
 
-    def norm(self, group: Group | None = None) -> float:
-        """The norm of all gradients, or of those of the ranks of ``group``, once :meth:`finish` is done."""
-        if group is None or self._norm_group.size == 1:  # each rank has every sum
-            group = self._norm_group
-        return global_norm(self._squares, group)
-
-    def start_norm(self) -> tuple[Tensor, Pending]:
-        """The square of the norm, a float64 scalar, and when it is there; the next batch has another."""
-        squares = self._squares.clone()
-        self._squares.zero_()
-        return squares, start_all_reduce(squares, self._norm_group, "norm")
-
     def updated(self, *, aside: bool = False, skipped: bool = False, ahead: bool = False) -> None:
         """The optimizer has updated this rank's part of the parameters, or ``skipped`` it, and the gradients have
         served: those set ``aside``, or all there are. ``ahead`` of others' part, to :meth:`settle` later."""
@@ -263,23 +260,32 @@ class Sync:
     def publish(self, turn: int) -> None:
         """The masters of a turn have new values: begin to give them to whoever computes with them."""
 
-    def published(self) -> None:
-        """All masters have new values: have the model compute with them."""
+    def published(self, *, fresh: bool = False) -> None:
+        """All masters have new values, those on shelves too if they are ``fresh``: have the model compute with them.
+        After an update, that of the shelves has seen to it, unless they were updated with the rest."""
         for flat in self.flats:
-            flat.publish()
+            flat.publish(fresh=fresh)
+        if self._visits is not None:
+            self._visits.release()
 
     def settle(self) -> None:
         """Wait until this rank has the parameters that it keeps: those that have been published."""
 
     def release(self) -> None:
         """A pass without gradients is over, or a step was cut short."""
+        if self._visits is not None:
+            self._visits.release()
 
     # ---- what it holds
 
     def runs(self) -> list[Run]:
-        """What the optimizer updates: runs of parameters that it treats alike."""
+        """What the optimizer updates where it is: runs of parameters that it treats alike."""
         buckets = zip(self._turns, self.flats, self._of_bucket, strict=True)
         return [run for turn, flat, mains in buckets for run in runs_of(flat, mains, turn)]
+
+    def shelves(self) -> list[AnyShelf]:
+        """What it updates otherwise, in the order in which gradients become complete."""
+        return [shelf for flat in self.flats if not flat.stowage.by_matrix for shelf in flat.stowage.shelves]
 
     def weights(self) -> Iterator[Fragment]:
         """What this rank holds of every weight, frozen ones too."""
@@ -289,23 +295,23 @@ class Sync:
         for one in self.frozen:
             yield from one.fragments("weight", one.parameter.detach())
         for flat in (*self.flats, *self.frozen_flats):
-            if flat.keep_params and not flat.mixed:
+            if flat.keep_params and not flat.mixed and not flat.stowage.shelves:
                 for slot in flat.bucket.slots:
                     yield from slot.held.fragments("weight", slot.of(flat.params))
             else:
-                yield from flat.bucket.own_fragments("weight", flat.masters, self._divide)
+                yield from flat.fragments("weight", self._divide)
 
     def states(self) -> Iterator[Fragment]:
         """What this rank holds of every optimizer state."""
         for flat in self.flats:
-            for name, state in flat.states.items():
-                yield from flat.bucket.own_fragments(name, state, self._divide)
+            for name in flat.states:
+                yield from flat.fragments(name, self._divide)
 
     def gradients(self) -> Iterator[Fragment]:
         """What this rank holds of every reduced gradient, between :meth:`finish` and the update."""
         for flat, mains in zip(self.flats, self._of_bucket, strict=True):
             if flat.buffered:
-                yield from flat.bucket.own_fragments("gradient", flat.own_grads, self._divide)
+                yield from flat.fragments("gradient", self._divide)
             else:
                 for main in mains:
                     yield from main.held.fragments("gradient", main.gradient)
@@ -330,6 +336,10 @@ class Sync:
         """Begin to reduce bucket ``number``, whose gradients are complete."""
         raise NotImplementedError
 
+    def _start_gather(self, whole: Tensor, own: Tensor, group: Group) -> Pending:
+        """Begin to gather the parameters of a bucket."""
+        return start_all_gather(whole, own, group, "parameters")
+
     def _start_cross(self, number: int) -> list[Pending]:
         """Begin to sum this rank's part of a bucket with those who hold the same part."""
         own = self.flats[number].own_grads
@@ -340,17 +350,8 @@ class Sync:
         return self.flats[number].bucket.name
 
     def _add_squares(self, number: int) -> None:
-        """A bucket's sums are there. An element of which several ranks tell the norm counts once between them."""
-        flat, alone = self.flats[number], self._norm_group.size == 1
-        if flat.buffered:
-            for start, stop, division in flat.bucket.own_ranges():
-                self._squares += squared_norm(flat.own_grads[start:stop]) / (1 if alone else len(division.same))
-        elif alone:
-            self._squares += squared_norm(*(main.gradient for main in self._of_bucket[number]))
-        else:
-            for main in self._of_bucket[number]:
-                for one in main.held.fragments("gradient", main.gradient):
-                    self._squares += squared_norm(one.tensor) / len(one.copies)
+        """A bucket's sums are there."""
+        self.norm.add(self.flats[number], self._of_bucket[number])
 
     def make_ready(self, main: Main) -> None:
         """A gradient is about to enter: see that it may, and that its bucket has memory."""
@@ -378,13 +379,3 @@ class Sync:
         self._fill_up(number)
         self._sent.add(number)
         self._send(number)
-
-    def _fewest_for_the_norm(self) -> Group:
-        """The ranks that must add up to know the norm: this one alone, if every rank has every reduced gradient."""
-        world = self._mesh.world
-        everything = all(
-            len(each.division.same) == world.size for flat in self.flats for each in flat.bucket.own_ranges()
-        )
-        agreed = torch.tensor([everything], dtype=torch.int64, device=world.device)
-        all_reduce(agreed, world.everyone, "start", "min")
-        return self._mesh.over() if agreed.item() else world.everyone

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from shoal.comm import quantised
-from shoal.comm.collectives import Pending, start_all_gather, start_reduce_scatter
+from shoal.comm.collectives import Pending, start_reduce_scatter
 from shoal.comm.world import Group
 from shoal.data_parallel.entry import Main
 from shoal.data_parallel.faces import Faces
-from shoal.data_parallel.flat import Flat, close, is_open, open_
+from shoal.data_parallel.flat import close, is_open, open_
 from shoal.data_parallel.sharing import Sharing
 from shoal.data_parallel.sync import Sync
 from shoal.local import LocalParameter
@@ -31,11 +31,13 @@ IN_FLIGHT = 2
 
 
 class _Scatter(NamedTuple):
-    """A bucket that is being reduced; ``more`` is what has to be added to what earlier passes left in the part."""
+    """A bucket that is being reduced; ``more`` is what has to be added to what earlier passes left in the part, and
+    ``adds`` says that those have been taken to the host."""
 
     pending: Pending
     more: Tensor | None
     last: bool
+    adds: bool
 
 
 class Zero(Sync):
@@ -49,6 +51,8 @@ class Zero(Sync):
         self._scattering: dict[int, _Scatter] = {}
         self._begun: set[int] = set()
         """Buckets whose part has sums of this step."""
+        self._sunk: list[int] = []
+        """Buckets whose sums the host alone has, and whose squares are still to be added."""
         self._crossing: list[tuple[int, list[Pending]]] | None = None
         self._gathering: dict[int, Pending] = {}
         self._faces = [Faces(flat) for flat in (*self.flats, *self.frozen_flats)]
@@ -59,17 +63,21 @@ class Zero(Sync):
     def begin(self) -> None:
         self._settle(0)
         self._begun.clear()
+        self._sunk.clear()
         self._crossing = None
         super().begin()
 
     def _send(self, number: int, *, last: bool = True) -> None:
         flat = self.flats[number]
-        more = torch.empty_like(flat.own_grads) if number in self._begun else None
+        if not is_open(flat.own_grads):
+            open_(flat.own_grads)
+        before, on_host = number in self._begun, flat.stowage.grads and not self._crosses[number]
+        more = torch.empty_like(flat.own_grads) if before and not on_host else None
         self._begun.add(number)
         into = flat.own_grads if more is None else more
         start = quantised.start_reduce_scatter if self._rounds(flat.grads) else start_reduce_scatter
         pending = start(into, flat.grads, self._shards[number], "gradients")
-        self._scattering[number] = _Scatter(pending, more, last)
+        self._scattering[number] = _Scatter(pending, more, last, before and on_host)
         self._settle(IN_FLIGHT)
 
     def _settle(self, most: int) -> None:
@@ -80,10 +88,16 @@ class Zero(Sync):
             scatter.pending.wait()
             if scatter.more is not None:
                 flat.own_grads += scatter.more
-            if not flat.keep_grads:
+            if not flat.keep_grads and flat.divided:
                 close(flat.grads)
-            if scatter.last and not self._crosses[number]:
+            if self._crosses[number]:
+                continue
+            if scatter.last and not scatter.adds:
                 self._add_squares(number)  # now, while they are in the cache
+            if scatter.last or flat.stowage.grads:
+                flat.lower_gradients(add=scatter.adds)
+            if scatter.last and scatter.adds:
+                self._sunk.append(number)
 
     def depart(self) -> None:
         if self._crossing is None:
@@ -103,23 +117,40 @@ class Zero(Sync):
             for pending in under_way:
                 pending.wait()
             self._add_squares(number)
+            self.flats[number].lower_gradients()
+        for number in self._sunk:
+            self._add_squares(number)
+        self._sunk.clear()
         self._crossing = None
 
     @property
     def _turns(self) -> Sequence[int]:
-        return range(len(self.flats))[::-1]
+        return [0] * len(self.flats) if self.must_see else range(len(self.flats))[::-1]
 
     def publish(self, turn: int) -> None:
-        number = self._turns[turn]
-        self._arrive(number)
-        self.flats[number].publish()
-        self._faces[number].hide()
-        self._gathering[number] = self._start_gather(self.flats[number], self._shards[number])
+        if not (self.must_see or self.flats[number := self._turns[turn]].stowage.shelves):
+            self._gather(number)
 
-    def _start_gather(self, flat: Flat, group: Group) -> Pending:
-        rounds = self._sharing.int8_gather and flat.params.is_floating_point()
-        start = quantised.start_all_gather if rounds else start_all_gather
-        return start(flat.params, flat.own_params, group, "parameters")
+    def published(self, *, fresh: bool = False) -> None:
+        if self.must_see:  # they are gathered when they are used
+            super().published(fresh=fresh)
+            return
+        for number in self._turns:
+            if number not in self._gathering:
+                self._gather(number, fresh=fresh)
+
+    def _gather(self, number: int, *, fresh: bool = False) -> None:
+        """This rank's part of a bucket has new values."""
+        flat = self.flats[number]
+        self._arrive(number)
+        flat.publish(fresh=fresh)
+        self._faces[number].hide()
+        self._gathering[number] = self._start_gather(flat.params, flat.own_params, self._shards[number])
+
+    def _start_gather(self, whole: Tensor, own: Tensor, group: Group) -> Pending:
+        if self._sharing.int8_gather and whole.is_floating_point():
+            return quantised.start_all_gather(whole, own, group, "parameters")
+        return super()._start_gather(whole, own, group)
 
     def _rounds(self, gradients: Tensor) -> bool:
         return self._sharing.int8_reduce and gradients.is_floating_point()
@@ -131,11 +162,6 @@ class Zero(Sync):
             return super()._start_cross(number)
         return [quantised.start_all_reduce(own[part], group, "gradients") for part, group in self._crosses[number]]
 
-    def published(self) -> None:
-        for turn, number in enumerate(self._turns):
-            if number not in self._gathering:
-                self.publish(turn)
-
     def settle(self) -> None:
         for number in list(self._gathering):
             self._arrive(number)
@@ -144,6 +170,7 @@ class Zero(Sync):
         if self._gathering:
             for number in sorted({main.bucket for main in self._used_by[unit]}, reverse=True):
                 self._arrive(number)
+        super().enter_unit(unit, backward)
 
     def _arrive(self, number: int) -> None:
         """Wait for what is gathered of a bucket."""
@@ -159,15 +186,9 @@ class Zero(Sync):
 
 
 class ZeroThree(Zero):
-    """Stage 3: parameters are whole from a unit's first use to its last, and the next unit's are fetched meanwhile.
-
-    ``uses`` names the parameters of each unit: its own, and those that it shares. With ``resident`` (a pipeline, which
-    has several micro-batches under way) parameters stay whole from the first use in a step to the last, and gradients
-    add up before they are sent. Otherwise both come and go with every pass, but for parameters that several units
-    share: they stay.
-    """
-
-    must_see = True
+    """Stage 3: parameters are whole from a unit's first use to its last (see
+    :class:`~shoal.data_parallel.visits.Visits` for ``uses`` and ``resident``). Unless they are ``resident``, gradients
+    are sent after every pass; else they add up before."""
 
     def __init__(
         self,
@@ -182,42 +203,7 @@ class ZeroThree(Zero):
     ) -> None:
         super().__init__(trained, frozen, treat, mesh, sharing)
         self._resident = resident
-        self._all = [*self.flats, *self.frozen_flats]
-        number_of = {slot.held.name: n for n, flat in enumerate(self._all) for slot in flat.bucket.slots}
-        self._needs = {unit: sorted({number_of[name] for name in names}) for unit, names in uses.items()}
-        self._units = sorted(self._needs)
-        users = [sum(number in numbers for numbers in self._needs.values()) for number in range(len(self._all))]
-        self._stays = [resident or count > 1 for count in users]
-        self._training = False
-        for number, flat in enumerate(self._all):
-            if not flat.keep_params:
-                self._faces[number].hide()
-
-    def begin(self) -> None:
-        super().begin()
-        self.release()
-        self._training = True
-
-    def enter_unit(self, unit: int, backward: bool) -> None:
-        place = self._units.index(unit) + (-1 if backward else 1)
-        following = self._units[place : place + 1] if place >= 0 else []
-        for each in (unit, *following):
-            for number in self._needs[each]:
-                self._fetch(number)
-        for number in self._needs[unit]:
-            if (pending := self._gathering.pop(number, None)) is not None:
-                pending.wait()
-
-    def leave_unit(self, unit: int) -> None:
-        # In training the backward pass begins where the forward pass ends.
-        if not (self._training and unit == self._units[-1]):
-            self._give_up(unit, last_use=False)
-
-    def unit_done(self, unit: int, final: bool) -> None:
-        super().unit_done(unit, final)
-        # The next micro-batch begins where the backward pass ends.
-        if final or unit != self._units[0]:
-            self._give_up(unit, last_use=final)
+        self.come_and_go(uses, resident=resident)
 
     def make_ready(self, main: Main) -> None:
         while main.bucket in self._scattering:  # what an earlier micro-batch left there is still being read
@@ -229,51 +215,10 @@ class ZeroThree(Zero):
         if self._resident:
             return
         for number in dict.fromkeys(main.bucket for main in self._of_unit[unit]):
-            if self.flats[number].keep_grads:  # nobody to divide it with
+            flat = self.flats[number]
+            if flat.keep_grads or (not flat.divided and self._crosses[number]):  # nobody to divide it with
                 continue
             self._fill_up(number)
             self._send(number, last=False)
             for main in self._of_bucket[number]:
                 main.entered, main.held.parameter.grad = False, None
-
-    @property
-    def _turns(self) -> Sequence[int]:
-        return [0] * len(self.flats)
-
-    def publish(self, turn: int) -> None:
-        pass  # what is gathered when it is used
-
-    def published(self) -> None:
-        Sync.published(self)
-        self.release()
-
-    def settle(self) -> None:
-        pass
-
-    def release(self) -> None:
-        for pending in self._gathering.values():
-            pending.wait()
-        self._gathering.clear()
-        for number in range(len(self._all)):
-            self._close(number)
-        self._training = False
-
-    def _fetch(self, number: int) -> None:
-        flat = self._all[number]
-        if not is_open(flat.params):
-            open_(flat.params)
-            self._faces[number].show_whole()
-            self._gathering[number] = self._start_gather(flat, self._shards[number])
-
-    def _give_up(self, unit: int, last_use: bool) -> None:
-        for number in self._needs[unit]:
-            flat = self._all[number]
-            shared = self._stays[number] and not (last_use and unit == min(flat.bucket.units))
-            if not (shared or number in self._gathering):
-                self._close(number)
-
-    def _close(self, number: int) -> None:
-        flat = self._all[number]
-        if not flat.keep_params and is_open(flat.params):
-            close(flat.params)
-            self._faces[number].hide()

@@ -44,6 +44,7 @@ BUILT: dict[str, tuple[str, ...]] = {
         "2bw",
     ),
     "recompute": ("selective", "full"),
+    "offload": ("optimizer:cpu", "optimizer:nvme", "params:cpu", "params:nvme", "grads:cpu"),
     "dtype": ("float32", "float64", "bf16", "fp16"),
 }
 

@@ -156,6 +156,13 @@ def check_together(layout: Layout) -> None:
     if SCHEDULES[layout.schedule].asynchronous and layout.zero > 1:
         problem = f"{layout.schedule} keeps several weight versions, which zero > 1 cannot shard"
         raise refusal(layout, "zero", problem, "use zero=1")
+    for part in layout.offload:
+        if SCHEDULES[layout.schedule].asynchronous and part.what in ("params", "grads"):
+            problem = f"{layout.schedule} has several versions of {part.what} on the device at once"
+            raise refusal(layout, "offload", problem, f"use offload=optimizer:{part.where}")
+        if layout.sync == "server" and part.what != "activations":
+            problem = f"servers keep what they take in and hand out on the device"
+            raise refusal(layout, "offload", problem, f"use offload=activations:{part.where}, or sync=allreduce")
     if layout.dp != -1:
         _check_groups(layout)
 

@@ -200,7 +200,9 @@ def _read_value(key: str, text: str) -> dict[str, Any]:
 
 def _read_option(name: str, option: str, key: str, text: str) -> str | int | float | Grid | Times:
     match name:
-        case "form" | "reduce":
+        case "form":
+            return option
+        case "reduce" if key == "sync":
             return option
         case "stale":
             return _whole(option, key, text)

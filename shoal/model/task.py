@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeGuard, cast
 
 import torch
@@ -138,3 +139,15 @@ def check_module(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if getattr(child, "sparse", False):
             raise ConfigError(f"Engine: {name} makes sparse gradients; build it with sparse=False")
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """``module`` in evaluation mode, then each of its modules as it was: a user may have frozen some of them."""
+    before = [(one, one.training) for one in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for one, training in before:
+            one.training = training

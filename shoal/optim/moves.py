@@ -112,7 +112,7 @@ def carry(
     for move in moves:
         if move.source != move.to:
             (out[move.to] if move.source == group.index else into[move.source]).append(move)
-    sent = torch.cat([like.new_empty(0), *(take(move).reshape(-1) for to_one in out for move in to_one)])
+    sent = torch.cat([like.new_empty(0), *(take(move).reshape(-1).to(like) for to_one in out for move in to_one)])
     sizes = [[sum(move.numel for move in of_one) for of_one in each] for each in (into, out)]
     received = like.new_empty(sum(sizes[0]))
     pending = start_exchange(received, sizes[0], sent, sizes[1], group, purpose)

@@ -62,7 +62,8 @@ class Muon:
             self._runs[run.piece.name, run.piece.box] = run
             shapes[run.piece.name] = run.piece.shape
             boxes[run.piece.name].append(run.piece.box)
-        self._like = runs[0].params if runs else torch.empty(0, device=world.device)
+        dtype = runs[0].params.dtype if runs else None
+        self._like = torch.empty(0, dtype=dtype, device=world.device)
         mine = {name: Held(shape, tuple(boxes[name])) for name, shape in shapes.items()}
         self._plan = plan(agree(mine, self._group, world.device), world.rank)
 
@@ -81,7 +82,7 @@ class Muon:
             assert run.piece is not None
             rate = lr * run.treatment.lr
             run.params.mul_(1 - rate * run.treatment.weight_decay)
-            run.params.add_(values, alpha=-rate * scale(run.piece.shape))
+            run.params.add_(values.to(run.params.device), alpha=-rate * scale(run.piece.shape))
 
         moves, group, like = self._plan, self._group, self._like
         carry(moves.gather, lambda move: updates[move.name, move.box], assemble, group, like, "muon")
@@ -94,7 +95,7 @@ class Muon:
         runs = list(self._runs.values())
         if not runs:
             return {}
-        grads = [run.grads().to(run.params.dtype) for run in runs]
+        grads = [run.grads().to(run.params) for run in runs]
         momenta = [run.states["momentum_buffer"] for run in runs]
         if factor != 1.0:
             torch._foreach_mul_(grads, factor)

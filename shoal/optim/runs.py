@@ -35,6 +35,8 @@ class Run:
     piece: Piece | None = None
     key: str = ""
     turn: int = 0
+    copy: Tensor | None = None
+    """Where the new parameters go besides, perhaps in another dtype."""
 
 
 class Work(NamedTuple):

@@ -25,6 +25,7 @@ from shoal.data.tokenize import load_tokenizer
 from shoal.engine import Engine
 from shoal.errors import Diverged, Stopped
 from shoal.layout import Layout
+from shoal.train.budget import within_budget
 from shoal.train.folder import COMPANIONS, TOKENIZER, run_folder
 from shoal.train.metrics import Sink, open_sinks
 from shoal.train.resume import advice, find_newest, last_step, remember
@@ -57,6 +58,7 @@ class _Run:
         self.folder = run_folder(config)
         self.source, self.validation = open_splits(config)
         self.size = batch_size(config)
+        layout = within_budget(config, layout, world, self.source)
         self.engine: Engine = make_engine(config, layout, world)
         self.steps = last_step(config)
         self.memory = remember(config, self.source)

@@ -25,6 +25,7 @@ from shoal.model.decoder import Decoder
 from shoal.optim.schedule import rate
 from shoal.optim.treatment import Treatments
 from shoal.tensor.whole import Whole
+from shoal.train.folder import run_folder
 
 
 class Source(Protocol):
@@ -114,6 +115,12 @@ def make_engine(config: Config, layout: Layout, world: World) -> Engine:
         rate=learning_rate(config),
         seed=config.run.seed,
         world=world,
+        swap=config.memory.swap or _existing(run_folder(config)),
     )
     engine.overlap = True
     return engine
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the first above it that there is: nothing is left in it."""
+    return next((one for one in (folder, *folder.absolute().parents) if one.is_dir()), folder)

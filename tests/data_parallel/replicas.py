@@ -16,6 +16,7 @@ from shoal.comm.world import World
 from shoal.config import Optimizer
 from shoal.data_parallel import flat as flat_module
 from shoal.data_parallel import sync as sync_module
+from shoal.data_parallel import visits as visits_module
 from shoal.data_parallel import zero as zero_module
 from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.flat import is_open
@@ -241,13 +242,13 @@ class Replica:
         """The gradients of the step."""
         self.sync.reduce(self.sync.units)
         self.sync.finish()
-        self.norm = self.sync.norm()
+        self.norm = self.sync.norm.find()
         return found(self.sync.gradients())
 
     def update(self) -> None:
         self.sync.check()
         self.updater.update(1.0, clip_factor(self.norm, OPTIMIZER.clip))
-        self.sync.updated()
+        self.sync.updated(ahead=isinstance(self.sync, Server))
 
     def step(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[Found]:
         """A step; returns what this rank has of gradients, weights and states."""
@@ -274,6 +275,7 @@ def poisoned(sync: Sync) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sync_module, "open_", opened)
         patch.setattr(zero_module, "open_", opened)
+        patch.setattr(visits_module, "open_", opened)
         yield
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.comm.world import World
 from shoal.data_parallel import flat as flat_module
 from shoal.data_parallel import sync as sync_module
-from shoal.data_parallel import zero as zero_module
+from shoal.data_parallel import visits as visits_module
 from shoal.data_parallel.sync import Sync
 from shoal.data_parallel.zero import IN_FLIGHT
 from shoal.meter import Meter
@@ -155,7 +155,7 @@ def measure(world: World, width: int) -> dict[tuple[str, int], list[Held]]:
                 most = Held(*map(max, most, live(meter, sync)))
 
             patch.setattr(sync_module, "open_", opened)
-            patch.setattr(zero_module, "open_", opened)
+            patch.setattr(visits_module, "open_", opened)
             replica.step(batches(width, world.rank, case[1], torch.float32))
             results[case] = [before, most, live(meter, replica.sync)]
             most = before

@@ -22,7 +22,7 @@ def received(world: World, servers: int, width: int, count: int) -> tuple[float,
     replica = Replica(world, square_model(UNITS, width), "server", size=servers, cap_bytes=1)
     world.ledger.clear()
     replica.step([batch(0, world.rank, number, wide=width, out=width) for number in range(count)])
-    replica.sync.arrive()
+    replica.sync.settle()
     return world.ledger.words(purpose="gradients"), world.ledger.words(purpose="parameters")
 
 
@@ -44,7 +44,7 @@ def held(world: World, servers: int, width: int) -> list[int]:
         replica = Replica(world, square_model(UNITS, width, torch.float32), "server", size=servers, cap_bytes=1)
         x, target = batch(0, world.rank, 0, wide=width, out=width)
         replica.step([(x.float(), target.float())])
-        replica.sync.arrive()
+        replica.sync.settle()
         del x, target
         flats = replica.sync.flats
         meter.label("params", [tensor for flat in flats for tensor in (flat.params, flat.own_params)])

@@ -315,7 +315,7 @@ def companies(world: World, axis: str) -> dict[str, tuple[list[Found], float]]:
             sync.unit_done(unit, final=True)
         sync.reduce(sync.units)
         sync.finish()
-        results[kind] = found(sync.gradients()), sync.norm()
+        results[kind] = found(sync.gradients()), sync.norm.find()
     return results
 
 

@@ -90,7 +90,7 @@ def test_a_weight_gradient_that_waited_is_the_one_that_is_made_at_once(options: 
                     contribution()
         sync.reduce(sync.units)
         sync.finish()
-        found.append((taken(sync), sync.norm()))
+        found.append((taken(sync), sync.norm.find()))
     (plain, norm), (late, same) = found
     assert plain.keys() == late.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
     assert all(torch.equal(plain[name], late[name]) for name in plain)
@@ -133,7 +133,7 @@ class Turning:
         """The norm of a batch."""
         with self.sync.view(place):
             self.sync.finish()
-        squares, pending = self.sync.start_norm()
+        squares, pending = self.sync.norm.start()
         pending.wait()
         return squares.item() ** 0.5
 

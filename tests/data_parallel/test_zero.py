@@ -9,7 +9,7 @@ import torch
 from replicas import by_hand, make
 
 from shoal.comm.world import World
-from shoal.data_parallel import zero as zero_module
+from shoal.data_parallel import sync as sync_module
 from shoal.data_parallel.flat import is_open
 from shoal.data_parallel.zero import ZeroThree
 from shoal.errors import ConfigError
@@ -166,7 +166,7 @@ def ahead(world: World, kind: str) -> dict[str, object]:
     held = by_hand(mesh, {"w0": (3, 3), "w1": (3, 3)})
     sync = make(kind, list(held.values()), mesh, cap_bytes=1)
     gathered: list[str] = []
-    start = zero_module.start_all_gather
+    start = sync_module.start_all_gather
 
     def noted(out: torch.Tensor, *rest: Any) -> Any:
         gathered.extend(flat.bucket.name for flat in sync.flats if flat.params is out)
@@ -176,7 +176,7 @@ def ahead(world: World, kind: str) -> dict[str, object]:
         return [sorted(set(one.parameter.nan_to_num(-1.0).flatten().tolist())) for one in held.values()]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero_module, "start_all_gather", noted)
+        patch.setattr(sync_module, "start_all_gather", noted)
         sync.begin()
         sync.reduce(sync.units)
         sync.finish()

@@ -82,9 +82,12 @@ def layouts(draw: st.DrawFn) -> Layout:
     reduces = [one for one in kinds.REDUCES if one == "mean" or cp * (tp * pp if one == "max" else 1) == 1]
     zero = 0 if sync == "server" else draw(st.integers(0, 1 if schedule.asynchronous else 3))
     etp = draw(divisors(abs(dp) * cp * tp))
+    apart = (
+        {"params", "grads"} if schedule.asynchronous else set(kinds.OFFLOAD_WHATS[:3]) if sync == "server" else set()
+    )
     parts = st.builds(
         Offload,
-        st.sampled_from(kinds.OFFLOAD_WHATS),
+        st.sampled_from([what for what in kinds.OFFLOAD_WHATS if what not in apart]),
         st.sampled_from(kinds.OFFLOAD_WHERES),
         st.one_of(st.just(1.0), st.floats(0, 1, exclude_min=True)),
     )
@@ -282,6 +285,7 @@ def test_the_refusal_of_an_unbuilt_kind_names_the_setting_and_its_value(today: o
         "pp=2:gpipe,mb=4",
         "pp=4{layers=1/2/2/1},mb=2",
         "recompute=selective",
+        "dp=2,zero=3,offload=optimizer:nvme@0.5+params:cpu+grads:cpu",
         "pp=2,recompute=full{stages=0}",
         "dp=2,tp=2:1d-sp,pp=2:1f1b,zero=3,mb=4,recompute=full,dtype=float64",
     ],

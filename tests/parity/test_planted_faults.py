@@ -22,6 +22,7 @@ from shoal.comm.collectives import Pending, all_reduce, start_all_gather, start_
 from shoal.comm.world import World
 from shoal.config import load
 from shoal.data_parallel import sync as sync_module
+from shoal.data_parallel import visits as visits_module
 from shoal.data_parallel import zero as zero_module
 from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.sync import Main, Sync
@@ -157,6 +158,7 @@ def parameters_not_gathered_again(patch: pytest.MonkeyPatch) -> None:
         return Pending(None)
 
     patch.setattr(zero_module, "start_all_gather", gather)
+    patch.setattr(visits_module, "start_all_gather", gather)
 
 
 # ---- tensor parallelism
@@ -166,7 +168,7 @@ def copies_counted_as_parts(patch: pytest.MonkeyPatch) -> None:
     """In the norm, every rank's share whole."""
 
     def add(self: Sync, number: int) -> None:
-        self._squares += squared_norm(self.flats[number].own_grads)
+        self.norm._squares += squared_norm(self.flats[number].own_grads)
 
     patch.setattr(Sync, "_add_squares", add)
 
@@ -177,7 +179,7 @@ def only_replicas_counted_as_copies(patch: pytest.MonkeyPatch) -> None:
     def add(self: Sync, number: int) -> None:
         flat = self.flats[number]
         for start, stop, division in flat.bucket.own_ranges():
-            self._squares += squared_norm(flat.own_grads[start:stop]) / len(division.cross)
+            self.norm._squares += squared_norm(flat.own_grads[start:stop]) / len(division.cross)
 
     patch.setattr(Sync, "_add_squares", add)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from shoal import flow as flow_module
 from shoal.config import Config, load
 from shoal.data_parallel.flat import Flat
-from shoal.data_parallel.sync import Sync
+from shoal.data_parallel.norm import Norm
 from shoal.engine import Engine
 from shoal.errors import LayoutError, RankFailed
 from shoal.layout import Layout
@@ -126,19 +127,20 @@ def vertical_sync(patch: pytest.MonkeyPatch) -> None:
 
 def clipped_by_each_stage(patch: pytest.MonkeyPatch) -> None:
     """2BW knows the norm of all gradients."""
-    start = Sync.start_norm
+    start = Norm.start
 
-    def own(self: Sync) -> Any:
-        self._norm_group = self._mesh.over()
+    def own(self: Norm) -> Any:
+        everyone = self._group
+        self._group = replace(everyone, ranks=(everyone.rank,))
         return start(self)
 
-    patch.setattr(Sync, "start_norm", own)
+    patch.setattr(Norm, "start", own)
 
 
 def clipped_by_all(patch: pytest.MonkeyPatch) -> None:
     """PipeDream clips each stage by itself: here with a norm that is twice as large."""
-    norm = Sync.norm
-    patch.setattr(Sync, "norm", lambda self, group=None: 2 * norm(self, group))
+    norm = Norm.find
+    patch.setattr(Norm, "find", lambda self, group=None: 2 * norm(self, group))
 
 
 def one_buffer(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,304 @@
+"""Where model states live that are not on the device: in the host's memory, or in a file on this machine's disk.
+
+Copies between host and device run on streams of their own, one each way, with pinned memory: nothing waits for them but
+what uses their results. Without a GPU the device is the same memory under another account, and the copies are the same.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.errors import setting
+from shoal.memory.buffers import Buffers
+from shoal.memory.swap import SECTOR, SwapFile, Transfer
+
+IN_MEMORY = ("tmpfs", "ramfs")
+"""Filesystems without a disk."""
+
+
+class Arrival:
+    """A copy between host and device that is under way."""
+
+    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Until it is done: the host may use what was copied, and reuse what it was copied from."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def join(self) -> None:
+        """What the device computes from here on comes after it."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+class Copies:
+    """Copies between the host and ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._up: torch.cuda.Stream | None = torch.cuda.Stream(device) if cuda else None
+        self._down: torch.cuda.Stream | None = torch.cuda.Stream(device) if cuda else None
+
+    def up(self, into: Tensor, source: Tensor) -> Arrival:
+        """Start to copy from the host to the device."""
+        return self._start(into, source, self._up, into)
+
+    def down(self, into: Tensor, source: Tensor) -> Arrival:
+        """Start to copy from the device to the host."""
+        return self._start(into, source, self._down, source)
+
+    def rising(self) -> AbstractContextManager[object]:
+        """What the device begins meanwhile comes after the copies to it that have begun."""
+        return nullcontext() if self._up is None else torch.cuda.stream(self._up)
+
+    def _start(self, into: Tensor, source: Tensor, stream: torch.cuda.Stream | None, on_device: Tensor) -> Arrival:
+        if stream is None:
+            into.copy_(source)
+            return Arrival()
+        stream.wait_stream(torch.cuda.current_stream(on_device.device))
+        with torch.cuda.stream(stream):
+            into.copy_(source, non_blocking=True)
+        on_device.record_stream(stream)  # its memory may be given up meanwhile
+        return Arrival(stream.record_event())
+
+
+class Found(Protocol):
+    """A tensor on the device that is not the same one at all times."""
+
+    @property
+    def tensor(self) -> Tensor: ...
+
+
+class _Staged:
+    """A tensor that is in a borrowed buffer while it is on the host."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, buffers: Buffers) -> None:
+        self._numel, self._dtype, self._buffers = numel, dtype, buffers
+        self.nbytes = -(-numel * dtype.itemsize // SECTOR) * SECTOR
+        self._lent: Tensor | None = None
+
+    @property
+    def _bytes(self) -> Tensor:
+        assert self._lent is not None, "used on the host without having been brought there"
+        return self._lent[: self.nbytes]
+
+    @property
+    def _staged(self) -> Tensor:
+        return self._bytes[: self._numel * self._dtype.itemsize].view(self._dtype)
+
+    def _borrow(self) -> None:
+        if self._lent is None:
+            self._lent = self._buffers.take(self.nbytes)
+
+    def _return(self) -> None:
+        if self._lent is not None:
+            self._buffers.give(self._lent)
+            self._lent = None
+
+
+class OnDevice(_Staged):
+    """Lives on the device; :class:`~shoal.optim.away.Kept`."""
+
+    def __init__(self, found: Found, copies: Copies, buffers: Buffers) -> None:
+        super().__init__(found.tensor.numel(), found.tensor.dtype, buffers)
+        self._found, self._copies = found, copies
+        self._under_way = Arrival()
+
+    def begin(self) -> None:
+        if self._lent is None:
+            self._borrow()
+            self._under_way = self._copies.down(self._staged, self._found.tensor)
+
+    def here(self) -> Tensor:
+        self._under_way.wait()
+        return self._staged
+
+    def blank(self) -> Tensor:
+        self._borrow()
+        return self._staged
+
+    def end(self, *, changed: bool = True) -> None:
+        if changed:
+            self._under_way = self._copies.up(self._found.tensor, self._staged)
+
+    def settle(self) -> None:
+        if self._lent is not None:
+            self._under_way.wait()
+            self._return()
+
+    def lift(self, into: Tensor) -> Arrival:
+        into.copy_(self._found.tensor)
+        return Arrival()
+
+    def lower(self, source: Tensor, *, add: bool = False) -> None:
+        self._found.tensor.add_(source) if add else self._found.tensor.copy_(source)
+
+    def view(self) -> Tensor:
+        return self._found.tensor
+
+
+class OnHost:
+    """Lives in the host's memory; :class:`~shoal.optim.away.Kept`."""
+
+    def __init__(self, values: Tensor, copies: Copies, buffers: Buffers) -> None:
+        self._copies, self._buffers = copies, buffers
+        self.tensor = torch.empty(len(values), dtype=values.dtype, pin_memory=values.is_cuda)
+        self.tensor.copy_(values)
+        self._rising = self._sinking = Arrival()
+        self._more: _Staged | None = None
+
+    def begin(self) -> None:
+        """It is there already."""
+
+    def here(self) -> Tensor:
+        self._sinking.wait()
+        if self._more is not None:
+            self.tensor += self._more._staged
+            self._more._return()
+            self._more = None
+        return self.tensor
+
+    def blank(self) -> Tensor:
+        self._rising.wait()
+        return self.here()
+
+    def end(self, *, changed: bool = True) -> None:
+        """It is there still."""
+
+    def settle(self) -> None:
+        """It never left."""
+
+    def lift(self, into: Tensor) -> Arrival:
+        self._rising = self._copies.up(into, self.here())
+        return self._rising
+
+    def lower(self, source: Tensor, *, add: bool = False) -> None:
+        into = self.blank()
+        if add:
+            self._more = _Staged(len(source), source.dtype, self._buffers)
+            self._more._borrow()
+            into = self._more._staged
+        self._sinking = self._copies.down(into, source)
+
+    def view(self) -> Tensor:
+        return self.here()
+
+
+class OnDisk(_Staged):
+    """Lives in a file, from byte ``offset`` on; :class:`~shoal.optim.away.Kept`."""
+
+    def __init__(self, values: Tensor, swap: SwapFile, offset: int, copies: Copies, buffers: Buffers) -> None:
+        super().__init__(len(values), values.dtype, buffers)
+        self._swap, self._offset, self._copies = swap, offset, copies
+        self._transfer: Transfer | None = None
+        self._rising = Arrival()
+        self.lower(values)
+        self.settle()
+
+    def begin(self) -> None:
+        if self._lent is None:
+            self._borrow()
+            self._transfer = self._swap.read(self._offset, self._bytes)
+
+    def here(self) -> Tensor:
+        self._finish()
+        return self._staged
+
+    def blank(self) -> Tensor:
+        self.settle()
+        self._borrow()
+        return self._staged
+
+    def end(self, *, changed: bool = True) -> None:
+        self._finish()
+        if changed:
+            self._transfer = self._swap.write(self._offset, self._bytes)
+
+    def settle(self) -> None:
+        self._finish()
+        self._rising.wait()
+        self._return()
+
+    def lift(self, into: Tensor) -> Arrival:
+        self.begin()
+        self._rising = self._copies.up(into, self.here())
+        return self._rising
+
+    def lower(self, source: Tensor, *, add: bool = False) -> None:
+        assert not add, "sums are kept in memory"
+        into = self.blank()
+        self._copies.down(into, source).wait()
+        self.end()
+
+    def view(self) -> Tensor:
+        self.settle()
+        contents = self._swap.mapping()[self._offset : self._offset + self._numel * self._dtype.itemsize]
+        return contents.view(self._dtype)
+
+    def _finish(self) -> None:
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.wait()
+
+
+class Homes:
+    """Keeps tensors on the host, or in a file in ``folder`` that nobody else sees and that goes with the process."""
+
+    def __init__(self, device: torch.device, folder: Path) -> None:
+        self._copies, self._folder = Copies(device), folder
+        self._buffers = Buffers(pinned=device.type == "cuda")
+        self._swap: SwapFile | None = None
+        self._end = 0
+        self._on_host: list[OnHost] = []
+
+    def reserve(self, nbytes: Sequence[int]) -> None:
+        """Tensors of these sizes will be kept on disk. Raises :class:`~shoal.errors.ShoalError` without the room."""
+        total = sum(-(-one // SECTOR) * SECTOR for one in nbytes)
+        if total:
+            if (kind := _filesystem(self._folder)) in IN_MEMORY:
+                problem = f"is a {kind}, which takes what it holds from the memory that was to be spared"
+                text = setting("memory.swap", self._folder, problem, "name a folder on a disk of this machine")
+                warnings.warn(text, stacklevel=2)
+            self._swap = SwapFile(self._folder, total)
+
+    def keep(self, where: str, values: Tensor) -> OnHost | OnDisk:
+        """A tensor in ``where`` ("cpu" or "nvme"), which begins as a copy of ``values``."""
+        if where == "cpu":
+            self._on_host.append(OnHost(values, self._copies, self._buffers))
+            return self._on_host[-1]
+        assert self._swap is not None
+        made = OnDisk(values, self._swap, self._end, self._copies, self._buffers)
+        self._end += made.nbytes
+        return made
+
+    def on_device(self, found: Found) -> OnDevice:
+        """What is on the device, to be used on the host."""
+        return OnDevice(found, self._copies, self._buffers)
+
+    def rising(self) -> AbstractContextManager[object]:
+        """What the device begins meanwhile comes after all copies to it that have begun, and waits for nothing else."""
+        return self._copies.rising()
+
+    def memory(self) -> list[Tensor]:
+        """All that is in the host's memory of them, and what lies ready there for what comes and goes."""
+        return [*(one.tensor for one in self._on_host), *self._buffers.regions]
+
+
+def _filesystem(folder: Path) -> str:
+    """What kind of filesystem ``folder`` is on; nothing where the system does not tell."""
+    try:
+        mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return ""
+    place = folder.resolve()
+    within = [(len(words[1]), words[2]) for words in mounts if place.is_relative_to(words[1])]
+    return max(within, default=(0, ""))[1]
