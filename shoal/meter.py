@@ -5,6 +5,9 @@ operation makes while the meter is active enters the total once, however many vi
 storage is freed, whether Python or only autograd held it last. On CUDA the caching allocator has its own account:
 :func:`cuda_peak`.
 
+Who makes memory says what for (:func:`mark`), whether anybody counts it or not. What has been moved off the device is
+host memory and enters no total: totals are those of the device, which on a machine without one is an account.
+
 Not seen: scratch that one kernel takes and returns inside its own call, what the allocator rounds up, and what other
 Python threads make (autograd's own threads are seen).
 """
@@ -21,7 +24,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 ALL = "all"
@@ -32,13 +35,40 @@ ACTIVATIONS, WORKSPACE, OUTSIDE = "activations", "workspace", "outside"
 made where the meter could not see it but used by an operation that it did see (before it was entered, or through
 another library's memory, as ``torch.from_numpy`` and memory-mapped files do)."""
 
+PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer states"
+LOGITS, COMMUNICATION = "logits", "communication"
+"""What Shoal marks memory with, beside activations. Masters are optimizer states; what is on its way between ranks, or
+gathered from them for a while, is communication."""
+
+HOST = "host"
+"""The category of what has been moved off the device. It is in no total."""
+
+_MARK = "made_for"
+"""The attribute of a storage that has its mark."""
+
+
+def mark(category: str, *tensors: Tensor) -> None:
+    """Say what the whole storages of ``tensors`` are for, to every meter that sees them from now on. A meter's own
+    label for the same storage holds until there is another mark."""
+    for tensor in tensors:
+        setattr(tensor.untyped_storage(), _MARK, category)
+
+
+def host_bytes(nbytes: int, *, pinned: bool = False) -> Tensor:
+    """Memory of the host: uint8 [nbytes], with any contents, :data:`HOST` from the beginning."""
+    with _disable_current_modes():  # a meter would see it before it is marked
+        made = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    mark(HOST, made)
+    return made
+
 
 class Meter:
     """Counts the bytes of live storages by category, and their peak in each phase, while it is entered.
 
-    A storage belongs to the category it was last labelled with (:meth:`label`), else to the one its maker implies (see
-    :data:`ACTIVATIONS`, :data:`WORKSPACE`, :data:`OUTSIDE`). A label holds from then on: peaks already recorded keep
-    the categories of their moment, so label gradients where they are made to find them in the peak of a backward.
+    A storage belongs to the category it was last labelled (:meth:`label`) or marked (:func:`mark`) with, else to the
+    one its maker implies (see :data:`ACTIVATIONS`, :data:`WORKSPACE`, :data:`OUTSIDE`). A label holds from then on:
+    peaks already recorded keep the categories of their moment, so label gradients where they are made to find them in
+    the peak of a backward.
 
     Backward passes, hooks, optimizers and collectives are seen like any other operation. All devices count together;
     meta and fake tensors count the bytes that they stand for. Sparse tensors have no storage: an operation on one
@@ -58,6 +88,7 @@ class Meter:
         self._total = 0
         self._open: list[tuple[str, str]] = [(ALL, WORKSPACE)]  # (phase, category of what it makes), innermost last
         self._peaks: dict[str, tuple[int, dict[str, int]]] = {ALL: (0, {})}
+        self._host_peaks: Counter[str] = Counter()
         self._active: ExitStack | None = None
 
     def __enter__(self) -> Self:
@@ -93,15 +124,13 @@ class Meter:
         """Move the whole storages of ``tensors`` to ``category``, and count those not seen before from now on."""
         for tensor in tensors:
             held = self._see(tensor.untyped_storage(), category)
-            self._live[held.category] -= held.nbytes
-            self._live[category] += held.nbytes
-            held.category = category
+            self._move(held, category)
         self._record()
 
     def live(self, category: str | None = None) -> int:
-        """Bytes alive now, in ``category`` or in all."""
+        """Bytes alive now, in ``category`` or in all but :data:`HOST`."""
         self._settle()
-        return self._total if category is None else self._live[category]
+        return self._total - self._live[HOST] if category is None else self._live[category]
 
     def snapshot(self) -> dict[str, int]:
         """Bytes alive now, by category; a category that holds nothing is left out."""
@@ -109,8 +138,13 @@ class Meter:
         return {category: nbytes for category, nbytes in self._live.items() if nbytes}
 
     def peak(self, phase: str = ALL) -> int:
-        """Most bytes alive at one moment of ``phase``. Raises ``KeyError`` for a phase that was never opened."""
+        """Most bytes alive at one moment of ``phase``, but for :data:`HOST`. Raises ``KeyError`` for a phase that was
+        never opened."""
         return self._peaks[phase][0]
+
+    def host_peak(self, phase: str = ALL) -> int:
+        """Most bytes of :data:`HOST` alive at one moment of ``phase``, which is another moment, as a rule."""
+        return self._host_peaks[phase]
 
     def peaks(self) -> dict[str, dict[str, int]]:
         """For every phase opened so far and :data:`ALL`: bytes by category at the last moment its peak was reached."""
@@ -140,7 +174,16 @@ class Meter:
         if held is None:
             held = self._held[id(storage)] = _Held(storage, self._freed, category)
         self._grow(held, storage.nbytes() - held.nbytes)
+        made_for: str = getattr(storage, _MARK, held.mark)
+        if made_for != held.mark:
+            held.mark = made_for
+            self._move(held, made_for)
         return held
+
+    def _move(self, held: _Held, category: str) -> None:
+        self._live[held.category] -= held.nbytes
+        self._live[category] += held.nbytes
+        held.category = category
 
     def _grow(self, held: _Held, nbytes: int) -> None:
         held.nbytes += nbytes
@@ -159,20 +202,22 @@ class Meter:
                 del self._held[held.key]
 
     def _record(self) -> None:
-        self._settle()
+        total = self.live()
         for phase, _ in self._open:
-            if phase not in self._peaks or self._total >= self._peaks[phase][0]:
-                self._peaks[phase] = self._total, self.snapshot()
+            self._host_peaks[phase] = max(self._host_peaks[phase], self._live[HOST])
+            if phase not in self._peaks or total >= self._peaks[phase][0]:
+                self._peaks[phase] = total, self.snapshot()
 
 
 class _Held:
     """The account of one live storage; it joins ``freed`` when the storage dies."""
 
-    __slots__ = ("category", "key", "nbytes", "storage")
+    __slots__ = ("category", "key", "mark", "nbytes", "storage")
 
     def __init__(self, storage: UntypedStorage, freed: deque[_Held], category: str) -> None:
         self.storage = weakref.ref(storage, lambda _: freed.append(self))
         self.key, self.category, self.nbytes = id(storage), category, 0
+        self.mark = ""
 
 
 class _Watch(TorchDispatchMode):

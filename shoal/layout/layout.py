@@ -42,6 +42,7 @@ BUILT: dict[str, tuple[str, ...]] = {
         "2bw",
     ),
     "recompute": ("selective", "full"),
+    "offload": ("activations:cpu",),
     "dtype": ("float32", "float64", "bf16", "fp16"),
 }
 
