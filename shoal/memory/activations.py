@@ -97,8 +97,8 @@ class Offload:
         if storage is None or storage.nbytes() < LEAST or storage.data_ptr() in staying:
             return _Here(tensor, tensor._version)
         shared: _Shared | None = getattr(storage, _GONE, _nothing)()
-        if shared is None or not shared.is_still(tensor):
-            shared = _Shared(self._elsewhere.put(as_bytes(storage)), tensor)
+        if shared is None or shared.version != tensor._version:
+            shared = _Shared(self._elsewhere.put(as_bytes(storage)), tensor._version)
             setattr(storage, _GONE, weakref.ref(shared))
         offset = int(tensor.storage_offset())
         return _View(visit.keep(shared), tensor.dtype, offset, tensor.size(), tensor.stride())
@@ -136,18 +136,11 @@ class _Visit:
 
 
 class _Shared:
-    """A storage that has gone, as it was when ``tensor`` was kept, for all units that keep it."""
+    """A storage that has gone, as it was after so many writes (``version``), for all units that keep it."""
 
-    def __init__(self, away: Away, tensor: Tensor) -> None:
-        self._away = away
-        self._tensor, self._version = weakref.ref(tensor), tensor._version
+    def __init__(self, away: Away, version: int) -> None:
+        self._away, self.version = away, version
         self._here: weakref.ref[Coming] | None = None
-
-    def is_still(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, of the same storage, has not been written to since: as far as it knows itself (of what a
-        node has made, autograd shows a copy that does not), and the tensor that was kept first, if there is one."""
-        first = self._tensor()
-        return tensor._version == self._version and (first is None or first._version == self._version)
 
     def fetch(self) -> Coming:
         coming = self._here() if self._here is not None else None
