@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError
 from shoal.mesh import Coords, Grid, Mesh
+from shoal.meter import PARAMETERS, mark
 from shoal.model import init
 from shoal.model.roles import REPLICATED, Role, RoleTable, role_of
 from shoal.placement import Fragment, Holders, Placement, Rule, holders, whole
@@ -153,6 +154,7 @@ def materialise(
 def settle(one: LocalParameter) -> LocalParameter:
     """Give a parameter memory of its own, with its values."""
     one.parameter.data = one.values(one.parameter.dtype)
+    mark(PARAMETERS, one.parameter)
     return replace(one, drawn=None)
 
 

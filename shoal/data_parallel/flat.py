@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shoal.data_parallel.buckets import Bucket
 from shoal.errors import ConfigError
+from shoal.meter import COMMUNICATION, GRADIENTS, PARAMETERS, STATES, mark
 from shoal.optim.runs import HALVES
 
 
@@ -62,6 +63,16 @@ class Flat:
         self._aside: tuple[Tensor, Tensor] | None = None
         self.states = {name: torch.zeros_like(self.masters, dtype=wide) for name in bucket.states} if trains else {}
         self._written = self._writes()
+        self._mark()
+
+    def _mark(self) -> None:
+        """Say what its memory is for: what is whole for a while alone is gathered from other ranks."""
+        if self.mixed:
+            mark(STATES, self.masters)
+        mark(STATES, *self.states.values())
+        mark(GRADIENTS, self.grads, self.own_grads)
+        mark(PARAMETERS, self.own_params)
+        mark(PARAMETERS if self.keep_params else COMMUNICATION, self.params)
 
     def _initial(self, dtype: torch.dtype) -> Tensor:
         values = torch.zeros(self.bucket.size, dtype=dtype, device=self.bucket.device)
@@ -81,12 +92,14 @@ class Flat:
         if not self.keep_grads:
             self.own_grads = self.own_grads.clone()
             close(self.grads)
+        self._mark()
 
     def swap(self) -> None:
         """Another buffer takes the place of the gradients', or takes it again: one keeps the sums of a batch while
         those of the next add up in the other."""
         if self._aside is None:
             fresh = torch.zeros_like(self.grads)
+            mark(GRADIENTS, fresh)
             self._aside = fresh, fresh[self.bucket.low : self.bucket.high]
         (self.grads, self.own_grads), self._aside = self._aside, (self.grads, self.own_grads)
 
@@ -100,6 +113,7 @@ class Flat:
         self.params, self.own_params, self.faces = params, params[self.bucket.low : self.bucket.high], faces
         for slot in self.bucket.slots:
             slot.held.parameter.data = slot.of(params)
+        mark(PARAMETERS, params)
         self.see()
 
     def publish(self) -> None:

@@ -21,6 +21,7 @@ from shoal.data_parallel.sharing import Sharing
 from shoal.data_parallel.sync import Sync
 from shoal.local import LocalParameter
 from shoal.mesh import Mesh
+from shoal.meter import COMMUNICATION, mark
 from shoal.optim.treatment import Treat
 
 IN_FLIGHT = 2
@@ -54,6 +55,8 @@ class Zero(Sync):
         flat = self.flats[number]
         more = torch.empty_like(flat.own_grads) if number in self._begun else None
         self._begun.add(number)
+        if more is not None:
+            mark(COMMUNICATION, more)
         into = flat.own_grads if more is None else more
         pending = start_reduce_scatter(into, flat.grads, self._shards[number], "gradients")
         self._scattering[number] = _Scatter(pending, more, last)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.errors import ConfigError
+from shoal.meter import LOGITS, mark
 from shoal.model.context import Batch
 from shoal.model.task import Task
 from shoal.pipeline.arrival import arrive
@@ -253,6 +254,8 @@ class Running:
             x = layer(x, ctx)
             handlers.leave_unit(unit)
         if stage.last:
+            if isinstance(x, Tensor) and x.ndim > 0:  # else the last layer has made the loss of them
+                mark(LOGITS, x)
             x = self.end(x, ctx)
             self.ends[number] = x.detach()
         else:
