@@ -71,8 +71,9 @@ class Meter:
     the peak of a backward.
 
     Backward passes, hooks, optimizers and collectives are seen like any other operation. All devices count together;
-    meta and fake tensors count the bytes that they stand for. Sparse tensors have no storage: an operation on one
-    raises ``NotImplementedError``. After exit nothing new is counted, but what is freed still leaves the totals.
+    meta and fake tensors count the bytes that they stand for, unless ``meta`` is false. Sparse tensors have no storage:
+    an operation on one raises ``NotImplementedError``. After exit nothing new is counted, but what is freed still
+    leaves the totals.
 
         with Meter() as meter:
             meter.label("params", model.parameters())
@@ -81,7 +82,8 @@ class Meter:
             assert meter.live("activations") == 4 * saved_elements
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, meta: bool = True) -> None:
+        self._meta = meta
         self._held: dict[int, _Held] = {}  # by the identity of the storage object, which lives as long as its memory
         self._freed: deque[_Held] = deque()
         self._live: Counter[str] = Counter()
@@ -127,6 +129,13 @@ class Meter:
             self._move(held, category)
         self._record()
 
+    def look(self) -> None:
+        """Read all marks: else one that is made of a storage counts from when an operation uses that."""
+        for held in list(self._held.values()):
+            if (storage := held.storage()) is not None:
+                self._see(storage, held.category)
+        self._settle()
+
     def live(self, category: str | None = None) -> int:
         """Bytes alive now, in ``category`` or in all but :data:`HOST`."""
         self._settle()
@@ -152,11 +161,13 @@ class Meter:
 
     def _used(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            self._see(tensor.untyped_storage(), OUTSIDE)
+            if self._meta or not tensor.is_meta:
+                self._see(tensor.untyped_storage(), OUTSIDE)
 
     def _made(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            self._see(tensor.untyped_storage(), self._open[-1][1])
+            if self._meta or not tensor.is_meta:
+                self._see(tensor.untyped_storage(), self._open[-1][1])
         self._record()
 
     def _resized(self, storage: UntypedStorage) -> None:
