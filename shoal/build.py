@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from shoal.errors import LayoutError, setting
 from shoal.layout import Layout, kinds
 from shoal.local import Interpreter, LocalParameter
 from shoal.memory.activations import Offload, Run, chosen
+from shoal.memory.on_disk import OnDisk
 from shoal.memory.on_host import OnHost
 from shoal.memory.recompute import recompute_attention, recomputed
 from shoal.mesh import Mesh
@@ -182,13 +184,15 @@ def runs_of(
     stages: Sequence[range],
     own: Sequence[int],
     device: torch.device,
+    swap: Path | None = None,
 ) -> dict[int, tuple[tuple[int, Run], ...]]:
     """``recompute`` and ``offload=activations``: how each unit of the stages that this rank has as its ``own`` is run.
-    Of what may go, all units but the model's last, the fraction is one of units."""
+    All units but the model's last may go; of those, not of bytes, a fraction is one. ``swap`` is for a disk."""
     runs = {stage: [(unit, run_of(layout, task, interpreter, unit, stage)) for unit in stages[stage]] for stage in own}
     part = next((part for part in layout.offload if part.what == "activations"), None)
     if part is not None:
-        layers, elsewhere = task.layers(), OnHost(device)
+        layers = task.layers()
+        elsewhere = OnHost(device) if part.where == "cpu" else OnDisk(device, swap or Path())
         may = sorted(unit for stage in own for unit in stages[stage] if unit < len(layers) - 1)
         goes = chosen(may, part.fraction)
         for stage in own:

@@ -59,7 +59,8 @@ class Engine:
     ``model`` answers as a :class:`~shoal.model.task.Task` does (Shoal's decoder, built on the meta device so that
     weights come into being only where they are held), or is any ``nn.Module``, taken as it is, with
     ``loss(output, batch)`` that sums over samples and, if the mean is not over samples, ``weight(batch)``; its
-    parameters are then copied from rank 0. ``rate(step)`` scales the learning rate.
+    parameters are then copied from rank 0. ``rate(step)`` scales the learning rate. ``swap`` is the folder of what a
+    layout's ``offload`` keeps on a disk; the current one unless told.
 
     Raises :class:`LayoutError` where the layout is not built yet, or does not fit the world or the model, and
     :class:`ConfigError` where the optimizer does not.
@@ -76,8 +77,9 @@ class Engine:
         world: World | None = None,
         loss: Callable[[Tensor, Batch], Tensor] | None = None,
         weight: Callable[[Batch], Tensor] | None = None,
+        swap: Path | None = None,
     ) -> None:
-        self.world = world or World()
+        self.world, self._swap = world or World(), swap
         self.layout = layout.fill(self.world.size)
         self.layout.check_built()
         self.optimizer, self.rate, self.seed = optimizer or Optimizer(), rate, seed
@@ -134,7 +136,7 @@ class Engine:
             adapt(*layers[unit], roles, interpreter, mesh)
         # Recompute, and offload activations.
         last = len(stages) - 1
-        runs = runs_of(self.layout, self.task, interpreter, stages, own, self.world.device)
+        runs = runs_of(self.layout, self.task, interpreter, stages, own, self.world.device, self._swap)
         # Shard, and materialise by placement.
         uses = {unit: [names[parameter] for parameter in used[unit]] for unit in mine}
         masters = self.optimizer.rounding == "nearest"

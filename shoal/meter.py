@@ -71,7 +71,8 @@ class Meter:
     the peak of a backward.
 
     Backward passes, hooks, optimizers and collectives are seen like any other operation. All devices count together;
-    meta and fake tensors count the bytes that they stand for, unless ``meta`` is false. Sparse tensors have no storage:
+    meta and fake tensors count the bytes that they stand for, unless ``meta`` is false. Categories ``apart`` are not
+    part of totals and peaks: what is there is somewhere else than the rest. Sparse tensors have no storage:
     an operation on one raises ``NotImplementedError``. After exit nothing new is counted, but what is freed still
     leaves the totals.
 
@@ -82,8 +83,8 @@ class Meter:
             assert meter.live("activations") == 4 * saved_elements
     """
 
-    def __init__(self, *, meta: bool = True) -> None:
-        self._meta = meta
+    def __init__(self, apart: Iterable[str] = (HOST,), *, meta: bool = True) -> None:
+        self._apart, self._meta = tuple(apart), meta
         self._held: dict[int, _Held] = {}  # by the identity of the storage object, which lives as long as its memory
         self._freed: deque[_Held] = deque()
         self._live: Counter[str] = Counter()
@@ -137,9 +138,9 @@ class Meter:
         self._settle()
 
     def live(self, category: str | None = None) -> int:
-        """Bytes alive now, in ``category`` or in all but :data:`HOST`."""
+        """Bytes alive now, in ``category`` or in all that are not apart."""
         self._settle()
-        return self._total - self._live[HOST] if category is None else self._live[category]
+        return self._counted() if category is None else self._live[category]
 
     def snapshot(self) -> dict[str, int]:
         """Bytes alive now, by category; a category that holds nothing is left out."""
@@ -147,7 +148,7 @@ class Meter:
         return {category: nbytes for category, nbytes in self._live.items() if nbytes}
 
     def peak(self, phase: str = ALL) -> int:
-        """Most bytes alive at one moment of ``phase``, but for :data:`HOST`. Raises ``KeyError`` for a phase that was
+        """Most bytes alive at one moment of ``phase``, but for those apart. Raises ``KeyError`` for a phase that was
         never opened."""
         return self._peaks[phase][0]
 
@@ -212,8 +213,12 @@ class Meter:
             if self._held.get(held.key) is held:  # else a newer storage already has this identity
                 del self._held[held.key]
 
+    def _counted(self) -> int:
+        return self._total - sum(self._live[category] for category in self._apart)
+
     def _record(self) -> None:
-        total = self.live()
+        self._settle()
+        total = self._counted()
         for phase, _ in self._open:
             self._host_peaks[phase] = max(self._host_peaks[phase], self._live[HOST])
             if phase not in self._peaks or total >= self._peaks[phase][0]:

@@ -42,7 +42,7 @@ BUILT: dict[str, tuple[str, ...]] = {
         "2bw",
     ),
     "recompute": ("selective", "full"),
-    "offload": ("activations:cpu",),
+    "offload": ("activations:cpu", "activations:nvme"),
     "dtype": ("float32", "float64", "bf16", "fp16"),
 }
 

@@ -1,8 +1,9 @@
 """Activations that live elsewhere from a unit's forward pass to its backward pass (vDNN, Rhu et al. 2016).
 
 What autograd keeps of a unit goes away as it is kept, and comes back when the backward pass has reached the unit after
-it: one unit computes while the next one's activations arrive. What arrives is what went, so results are the same to the
-last bit. A storage goes once, however many nodes keep views of it, and units that keep the same one share what went.
+it (from a disk, the one after that): one unit computes while the next one's activations arrive. What arrives is what
+went, so results are the same to the last bit. A storage goes once, however many nodes keep views of it, and units that
+keep the same one share what went.
 
 Not everything goes: parameters, buffers and what a micro-batch brings along stay in memory anyway; what is small would
 cost more to move than it frees. Nor does the model's last unit, whose backward pass follows at once. A backward pass
@@ -47,6 +48,10 @@ class Away(Protocol):
 
 class Elsewhere(Protocol):
     """Where activations go."""
+
+    @property
+    def ahead(self) -> int:
+        """How many units before they are needed they are to be fetched."""
 
     def put(self, data: Tensor) -> Away:
         """Begin to move ``data``, uint8 [bytes], whose memory is free for others once nobody refers to it any more."""
@@ -123,9 +128,11 @@ class _Visit:
     def reached(self, gradient: Tensor) -> None:
         """The backward pass comes to the unit."""
         self._elsewhere.next_unit()
-        self.fetch()
-        if self._before is not None:
-            self._before.fetch()
+        visit: _Visit | None = self
+        for _ in range(1 + self._elsewhere.ahead):
+            if visit is not None:
+                visit.fetch()
+                visit = visit._before
 
     def fetch(self) -> None:
         """Begin to bring back what autograd still keeps."""

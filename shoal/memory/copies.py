@@ -22,6 +22,12 @@ class Copy:
             torch.cuda.current_stream().wait_event(self.event)
         self.event, self._between = None, ()
 
+    def finish(self) -> None:
+        """Wait until it is done."""
+        if self.event is not None:
+            self.event.synchronize()
+        self.event, self._between = None, ()
+
     def __del__(self) -> None:
         self.wait()  # the memory goes back to be used by what the device is asked for next
 

@@ -17,6 +17,8 @@ class OnHost:
     sizes that are powers of two.
     """
 
+    ahead = 1
+
     def __init__(self, device: torch.device) -> None:
         self._device, self._copies = device, Copies(device)
         self._leaving: list[Copy] = []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.memory.activations import LEAST, Offload, chosen
+from shoal.memory.on_disk import OnDisk
 from shoal.memory.on_host import OnHost
 from shoal.memory.recompute import recomputed
+from shoal.memory.swap import SwapFailed
 from shoal.meter import HOST, Meter
 
 CPU = torch.device("cpu")
@@ -75,7 +80,7 @@ def inputs(seed: int) -> Tensor:
 Run = Callable[[Tensor, Any], Tensor]
 
 
-def stage(those: Sequence[Layer], elsewhere: OnHost, goes: Sequence[int] | None = None) -> list[Run]:
+def stage(those: Sequence[Layer], elsewhere: OnHost | OnDisk, goes: Sequence[int] | None = None) -> list[Run]:
     offload = Offload(elsewhere, CPU)
     return [
         offload.around(lambda x, ctx, layer=layer: layer(x, ctx), layer, first=at == 0, goes=goes is None or at in goes)
@@ -95,20 +100,25 @@ def gradients(those: Sequence[Layer], xs: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def test_gradients_are_the_same_to_the_last_bit_in_whatever_order_the_passes_come() -> None:
+@pytest.fixture(params=["host", "disk"])
+def elsewhere(request: pytest.FixtureRequest, tmp_path: Path) -> OnHost | OnDisk:
+    return OnHost(CPU) if request.param == "host" else OnDisk(CPU, tmp_path)
+
+
+def test_gradients_are_the_same_to_the_last_bit_in_whatever_order_the_passes_come(elsewhere: OnHost | OnDisk) -> None:
     """Several micro-batches under way; and a backward pass that begins in the middle of a stage."""
     found = []
     for offloaded in (False, True):
-        those = layers(4)
-        runs: Sequence[Any] = stage(those, OnHost(CPU)) if offloaded else those
+        those = layers(6)
+        runs: Sequence[Any] = stage(those, elsewhere) if offloaded else those
         xs = [inputs(seed) for seed in range(3)]
         outputs = [forward(runs, x) for x in xs]
-        early = forward(runs[:2], xs[0])
+        early = forward(runs[:3], xs[0])
         for which in (1, 2, 0):
             outputs[which].square().sum().backward()
         early.sum().backward()
         found.append(gradients(those, xs))
-    assert len(found[0]) == 3 + 4 * 3
+    assert len(found[0]) == 3 + 6 * 3
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
@@ -139,11 +149,12 @@ def test_what_stays_is_small_or_a_parameter_or_belongs_to_a_unit_that_stays() ->
     assert len(elsewhere.sizes) == 3
 
 
-def test_the_device_holds_two_units_of_a_deep_model() -> None:
+def test_the_device_holds_two_units_of_a_deep_model(elsewhere: OnHost | OnDisk) -> None:
+    """And buffers, those on their way to the disk and back."""
     held = {}
     for offloaded in (False, True):
         those = layers(12)
-        runs: Sequence[Any] = stage(those, OnHost(CPU)) if offloaded else those
+        runs: Sequence[Any] = stage(those, elsewhere) if offloaded else those
         with Meter() as meter:
             meter.label("params", (p for layer in those for p in layer.parameters()))
             with meter.phase("forward"):
@@ -155,9 +166,13 @@ def test_the_device_holds_two_units_of_a_deep_model() -> None:
         del y
     word = WORDS * 8
     assert held[False][1] == 0
-    assert held[True][1] == 25 * word
+    if isinstance(elsewhere, OnHost):
+        assert held[True][1] == 25 * word
+        assert held[True][3] == 0, "what autograd has let go of is nowhere"
+    else:
+        assert held[True][1] < 9 * (word + 4096)
+        assert held[True][3] < 9 * (word + 4096)
     assert held[False][0] - held[True][0] >= 22 * word
-    assert held[True][3] == 0, "what autograd has let go of is nowhere"
     gradients = sum(p.numel() for layer in those for p in layer.parameters()) * 8
     assert held[True][2] - held[True][0] < gradients + 6 * word
 
@@ -210,6 +225,27 @@ def test_what_is_written_to_after_it_went_goes_again() -> None:
     torch.sigmoid(expected * 2).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, expected.grad)  # type: ignore[arg-type]
+
+
+def test_places_on_the_disk_are_used_again(tmp_path: Path) -> None:
+    elsewhere = OnDisk(CPU, tmp_path)
+    runs = stage(layers(6), elsewhere)
+    for seed in range(3):
+        forward(runs, inputs(seed)).sum().backward()
+        places = elsewhere.files._begin
+    forward(runs, inputs(4)).sum().backward()
+    assert 0 < elsewhere.files._begin == places
+    assert not elsewhere.buffers._lent
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_is_an_error_that_names_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SwapFailed, match=f"{tmp_path}.*No space left"):
+        forward(stage(layers(6), OnDisk(CPU, tmp_path)), inputs(0))
 
 
 def test_without_gradients_nothing_goes() -> None:
