@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError
 from shoal.mesh import Coords, Grid, Mesh
-from shoal.meter import PARAMETERS, mark
+from shoal.meter import mark
 from shoal.model import init
 from shoal.model.roles import REPLICATED, Role, RoleTable, role_of
 from shoal.placement import Fragment, Holders, Placement, Rule, holders, whole
+from shoal.purposes import PARAMETERS
 
 
 class Interpreter(Protocol):

@@ -27,21 +27,13 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from shoal.purposes import ACTIVATIONS as ACTIVATIONS
+from shoal.purposes import HOST as HOST
+from shoal.purposes import OUTSIDE as OUTSIDE
+from shoal.purposes import WORKSPACE as WORKSPACE
+
 ALL = "all"
 """The phase that is always open: its peak is the peak of the meter's whole life."""
-
-ACTIVATIONS, WORKSPACE, OUTSIDE = "activations", "workspace", "outside"
-"""The categories of storages that nobody labelled: made in a phase named ``forward``, made in any other phase, and
-made where the meter could not see it but used by an operation that it did see (before it was entered, or through
-another library's memory, as ``torch.from_numpy`` and memory-mapped files do)."""
-
-PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer states"
-LOGITS, COMMUNICATION = "logits", "communication"
-"""What Shoal marks memory with, beside activations. Masters are optimizer states; what is on its way between ranks, or
-gathered from them for a while, is communication."""
-
-HOST = "host"
-"""The category of what has been moved off the device. It is in no total."""
 
 _MARK = "made_for"
 """The attribute of a storage that has its mark."""

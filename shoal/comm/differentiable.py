@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from shoal.comm.collectives import Pending, start_all_gather, start_all_reduce, start_broadcast, start_reduce_scatter
 from shoal.comm.world import Group
-from shoal.meter import COMMUNICATION, mark
+from shoal.meter import mark
+from shoal.purposes import COMMUNICATION
 
 T = TypeVar("T")
 S = TypeVar("S")

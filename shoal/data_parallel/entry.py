@@ -11,7 +11,8 @@ from torch import Tensor
 from shoal.data_parallel.buckets import Slot
 from shoal.data_parallel.flat import Flat
 from shoal.errors import ConfigError
-from shoal.meter import GRADIENTS, mark
+from shoal.meter import mark
+from shoal.purposes import GRADIENTS
 
 _NONE = torch.empty(0)
 """In place of a gradient that there is not yet."""

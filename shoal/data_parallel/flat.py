@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from shoal.data_parallel.buckets import Bucket
 from shoal.errors import ConfigError
-from shoal.meter import COMMUNICATION, GRADIENTS, PARAMETERS, STATES, mark
+from shoal.meter import mark
 from shoal.optim.runs import HALVES
+from shoal.purposes import COMMUNICATION, GRADIENTS, PARAMETERS, STATES
 
 
 class Flat:

@@ -21,8 +21,9 @@ from shoal.data_parallel.sharing import Sharing
 from shoal.data_parallel.sync import Sync
 from shoal.local import LocalParameter
 from shoal.mesh import Mesh
-from shoal.meter import COMMUNICATION, mark
+from shoal.meter import mark
 from shoal.optim.treatment import Treat
+from shoal.purposes import COMMUNICATION
 
 IN_FLIGHT = 2
 """Buckets that may be under way at once: sending another waits for the oldest."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shoal.meter import HOST, Meter
+from shoal.purposes import HOST
+
+if TYPE_CHECKING:
+    from shoal.meter import Meter
 
 MEMORY = "memory.json"
 """What it is called in the folder of a run."""

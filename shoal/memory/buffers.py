@@ -12,7 +12,8 @@ from bisect import insort
 import torch
 from torch import Tensor
 
-from shoal.meter import HOST, mark
+from shoal.meter import mark
+from shoal.purposes import HOST
 
 ALIGNMENT = 4096
 """Of addresses, in bytes: a page, and what direct I/O asks for."""

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from shoal.memory.copies import Copies, Copy
-from shoal.meter import ACTIVATIONS, host_bytes, mark
+from shoal.meter import host_bytes, mark
+from shoal.purposes import ACTIVATIONS
 
 
 class OnHost:

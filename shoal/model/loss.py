@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shoal.meter import GRADIENTS, LOGITS, mark
+from shoal.meter import mark
 from shoal.model.linear import scaled_gradient
+from shoal.purposes import GRADIENTS, LOGITS
 
 IGNORED = -100
 """The label of a position that does not count."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.errors import ConfigError
-from shoal.meter import LOGITS, mark
+from shoal.meter import mark
 from shoal.model.context import Batch
 from shoal.model.task import Task
 from shoal.pipeline.arrival import arrive
@@ -26,6 +26,7 @@ from shoal.pipeline.program import Act, Op, Program
 from shoal.pipeline.trace import Recorder
 from shoal.pipeline.watch import Watch
 from shoal.pipeline.weights import Version, Weights
+from shoal.purposes import LOGITS
 
 Layer = Callable[[Tensor, Any], Tensor]
 """A layer as a function of its input and the micro-batch's context."""

@@ -21,9 +21,10 @@ from torch import Tensor
 from shoal.comm.collectives import Pending
 from shoal.comm.point_to_point import MESSAGE_TAGS, start_receive, start_send
 from shoal.errors import LayoutError, setting
-from shoal.meter import ACTIVATIONS, COMMUNICATION, mark
+from shoal.meter import mark
 from shoal.pipeline.lines import Lines
 from shoal.pipeline.program import DROP, Act, Op, named
+from shoal.purposes import ACTIVATIONS, COMMUNICATION
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """What may cross a boundary: what can have a gradient."""

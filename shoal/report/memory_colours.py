@@ -3,7 +3,7 @@ orange, green), the rest beside them."""
 
 from __future__ import annotations
 
-from shoal.meter import ACTIVATIONS, COMMUNICATION, GRADIENTS, HOST, LOGITS, PARAMETERS, STATES
+from shoal.purposes import ACTIVATIONS, COMMUNICATION, GRADIENTS, HOST, LOGITS, PARAMETERS, STATES
 from shoal.report.lanes import Skin
 from shoal.report.memory_words import OTHER
 from shoal.report.pipeline_colours import contrast

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shoal.memory.account import Memory, Moment
-from shoal.meter import HOST
+from shoal.purposes import HOST
 from shoal.report.lanes import COLUMN, MARGIN, SIZE, Lanes, Part, checked_path, page, style, write, written
 from shoal.report.memory_colours import css_name, rules
 from shoal.report.memory_words import (
@@ -73,7 +73,7 @@ class _Picture:
         y = self._legend(110)
         lanes.text(self._right + COLUMN, y, self._unit.name, _SMALL, muted=True, anchor="end")
         if self._hosted:
-            lanes.text(self._right + 2 * COLUMN, y, "on the host", _SMALL, muted=True, anchor="end")
+            lanes.text(self._right + 2 * COLUMN, y, "host", _SMALL, muted=True, anchor="end")
         y += 6
         for rank in self._shown:
             y = self._rank(rank, y)

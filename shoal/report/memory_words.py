@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.memory.account import Memory, Moment
-from shoal.meter import ACTIVATIONS, COMMUNICATION, GRADIENTS, HOST, LOGITS, PARAMETERS, STATES
+from shoal.purposes import ACTIVATIONS, COMMUNICATION, GRADIENTS, HOST, LOGITS, PARAMETERS, STATES
 
 OTHER = "other"
 WORDS = {

@@ -20,8 +20,9 @@ from torch.autograd.function import once_differentiable
 from shoal.comm.collectives import start_all_gather, start_reduce_scatter
 from shoal.comm.differentiable import Arriving, pad
 from shoal.comm.world import Group
-from shoal.meter import COMMUNICATION, mark
+from shoal.meter import mark
 from shoal.model.linear import arriving_gradient, later, whole_gradient
+from shoal.purposes import COMMUNICATION
 from shoal.tensor.ports import PURPOSE, Even, Port, Ports, Shares
 
 

@@ -26,8 +26,9 @@ from torch.autograd.function import once_differentiable
 from shoal.comm.collectives import Pending, start_broadcast, start_reduce
 from shoal.comm.differentiable import Arriving
 from shoal.comm.world import Group
-from shoal.meter import COMMUNICATION, mark
+from shoal.meter import mark
 from shoal.model.linear import later, whole_gradient
+from shoal.purposes import COMMUNICATION
 from shoal.tensor.ports import PURPOSE
 
 

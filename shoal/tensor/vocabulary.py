@@ -25,9 +25,10 @@ from shoal.comm.collectives import start_all_gather
 from shoal.comm.differentiable import Arriving, joined, part_size
 from shoal.comm.world import Group
 from shoal.layout.kinds import split_evenly
-from shoal.meter import LOGITS, mark
+from shoal.meter import mark
 from shoal.model.linear import scaled_gradient
 from shoal.model.loss import IGNORED, add_chunk, chunk_rows, new_gradient
+from shoal.purposes import LOGITS
 from shoal.tensor.linear import DividedLinear, divided_linear
 from shoal.tensor.ports import PURPOSE, Extent, Port, Ports, Positions, Still, by_part, entered, left
 from shoal.tensor.samples import Samples
