@@ -22,7 +22,10 @@ from shoal.data_parallel.zero import Zero, ZeroThree
 from shoal.errors import LayoutError, setting
 from shoal.layout import Layout, kinds
 from shoal.local import Interpreter, LocalParameter
+from shoal.memory.activations import Offload, Run, chosen
 from shoal.memory.homes import Homes
+from shoal.memory.on_disk import OnDisk
+from shoal.memory.on_host import OnHost
 from shoal.memory.recompute import recompute_attention, recomputed
 from shoal.mesh import Mesh
 from shoal.model.roles import RoleTable, role_of
@@ -181,6 +184,33 @@ def run_of(
     if unit == len(layers) - 1:
         return run
     return recomputed(run, layer, draws=isinstance(task, PlainTask))
+
+
+def runs_of(
+    layout: Layout,
+    task: Task,
+    interpreter: Interpreter,
+    stages: Sequence[range],
+    own: Sequence[int],
+    device: torch.device,
+    swap: Path | None = None,
+) -> dict[int, tuple[tuple[int, Run], ...]]:
+    """``recompute`` and ``offload=activations``: how each unit of the stages that this rank has as its ``own`` is run.
+    All units but the model's last may go; of those, not of bytes, a fraction is one. ``swap`` is for a disk."""
+    runs = {stage: [(unit, run_of(layout, task, interpreter, unit, stage)) for unit in stages[stage]] for stage in own}
+    part = next((part for part in layout.offload if part.what == "activations"), None)
+    if part is not None:
+        layers = task.layers()
+        elsewhere = OnHost(device) if part.where == "cpu" else OnDisk(device, swap or Path())
+        may = sorted(unit for stage in own for unit in stages[stage] if unit < len(layers) - 1)
+        goes = chosen(may, part.fraction)
+        for stage in own:
+            offload, first = Offload(elsewhere, device), stages[stage][0]
+            runs[stage] = [
+                (unit, offload.around(run, layers[unit][1], first=unit == first, goes=unit in goes, given=unit == 0))
+                for unit, run in runs[stage]
+            ]
+    return {stage: tuple(those) for stage, those in runs.items()}
 
 
 def sharing_of(layout: Layout) -> Sharing:

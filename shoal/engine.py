@@ -20,7 +20,7 @@ from shoal.build import (
     interpreter_of,
     passes_of,
     programs_of,
-    run_of,
+    runs_of,
     shares_of,
     stages_of,
     sync_of,
@@ -140,10 +140,9 @@ class Engine:
         held = allot(module, held, self.seed, self.world.device)
         for unit in mine:
             adapt(*layers[unit], roles, interpreter, mesh)
-        # Recompute.
+        # Recompute, and offload activations.
         last = len(stages) - 1
-        run = partial(run_of, self.layout, self.task, interpreter)
-        runs = {stage: tuple((unit, run(unit, stage)) for unit in stages[stage]) for stage in own}
+        runs = runs_of(self.layout, self.task, interpreter, stages, own, self.world.device, self._swap)
         # Shard, and materialise by placement.
         uses = {unit: [names[parameter] for parameter in used[unit]] for unit in mine}
         masters = self.optimizer.rounding == "nearest"

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError
 from shoal.mesh import Coords, Grid, Mesh
+from shoal.meter import mark
 from shoal.model import init
 from shoal.model.roles import REPLICATED, Role, RoleTable, role_of
 from shoal.placement import Census, Fragment, Holders, Placement, Rule, whole
+from shoal.purposes import PARAMETERS
 
 
 class Interpreter(Protocol):
@@ -191,6 +193,7 @@ def materialise(
 def settle(one: LocalParameter) -> LocalParameter:
     """Give a parameter memory of its own, with its values."""
     one.parameter.data = one.values(one.parameter.dtype)
+    mark(PARAMETERS, one.parameter)
     return replace(one, drawn=None)
 
 

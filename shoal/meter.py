@@ -5,6 +5,9 @@ operation makes while the meter is active enters the total once, however many vi
 storage is freed, whether Python or only autograd held it last. On CUDA the caching allocator has its own account:
 :func:`cuda_peak`.
 
+Who makes memory says what for (:func:`mark`), whether anybody counts it or not. What has been moved off the device is
+host memory and enters no total: totals are those of the device, which on a machine without one is an account.
+
 Not seen: scratch that one kernel takes and returns inside its own call, what the allocator rounds up, and what other
 Python threads make (autograd's own threads are seen).
 """
@@ -21,33 +24,49 @@ from typing import Any, Self
 import torch
 from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from shoal.purposes import ACTIVATIONS as ACTIVATIONS
+from shoal.purposes import HOST as HOST
+from shoal.purposes import OUTSIDE as OUTSIDE
+from shoal.purposes import WORKSPACE as WORKSPACE
 
 ALL = "all"
 """The phase that is always open: its peak is the peak of the meter's whole life."""
 
-ACTIVATIONS, WORKSPACE, OUTSIDE = "activations", "workspace", "outside"
-"""The categories of storages that nobody labelled: made in a phase named ``forward``, made in any other phase, and
-made where the meter could not see it but used by an operation that it did see (before it was entered, or through
-another library's memory, as ``torch.from_numpy`` and memory-mapped files do)."""
+_MARK = "made_for"
+"""The attribute of a storage that has its mark."""
 
-HOST = "host"
-"""The category of what lives on the host while the model is on a device, if somebody labels it so. Where there is no
-GPU, the device is an account in the same memory."""
+
+def mark(category: str, *tensors: Tensor) -> None:
+    """Say what the whole storages of ``tensors`` are for, to every meter that sees them from now on. A meter's own
+    label for the same storage holds until there is another mark."""
+    for tensor in tensors:
+        setattr(tensor.untyped_storage(), _MARK, category)
+
+
+def host_bytes(nbytes: int, *, pinned: bool = False) -> Tensor:
+    """Memory of the host: uint8 [nbytes], with any contents, :data:`HOST` from the beginning."""
+    with _disable_current_modes():  # a meter would see it before it is marked
+        made = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    mark(HOST, made)
+    return made
 
 
 class Meter:
     """Counts the bytes of live storages by category, and their peak in each phase, while it is entered.
 
-    A storage belongs to the category it was last labelled with (:meth:`label`), else to the one its maker implies (see
-    :data:`ACTIVATIONS`, :data:`WORKSPACE`, :data:`OUTSIDE`). A label holds from then on: peaks already recorded keep
-    the categories of their moment, so label gradients where they are made to find them in the peak of a backward.
+    A storage belongs to the category it was last labelled (:meth:`label`) or marked (:func:`mark`) with, else to the
+    one its maker implies (see :data:`ACTIVATIONS`, :data:`WORKSPACE`, :data:`OUTSIDE`). A label holds from then on:
+    peaks already recorded keep the categories of their moment, so label gradients where they are made to find them in
+    the peak of a backward.
 
     Backward passes, hooks, optimizers and collectives are seen like any other operation. All devices count together;
-    meta and fake tensors count the bytes that they stand for. Categories ``apart`` are not part of totals and peaks:
-    what is there is somewhere else than the rest (:data:`HOST`). Sparse tensors have no storage: an operation on one
-    raises ``NotImplementedError``. After exit nothing new is counted, but what is freed still leaves the totals.
+    meta and fake tensors count the bytes that they stand for, unless ``meta`` is false. Categories ``apart`` are not
+    part of totals and peaks: what is there is somewhere else than the rest. Sparse tensors have no storage:
+    an operation on one raises ``NotImplementedError``. After exit nothing new is counted, but what is freed still
+    leaves the totals.
 
         with Meter() as meter:
             meter.label("params", model.parameters())
@@ -56,14 +75,15 @@ class Meter:
             assert meter.live("activations") == 4 * saved_elements
     """
 
-    def __init__(self, apart: Iterable[str] = ()) -> None:
-        self._apart = tuple(apart)
+    def __init__(self, apart: Iterable[str] = (HOST,), *, meta: bool = True) -> None:
+        self._apart, self._meta = tuple(apart), meta
         self._held: dict[int, _Held] = {}  # by the identity of the storage object, which lives as long as its memory
         self._freed: deque[_Held] = deque()
         self._live: Counter[str] = Counter()
         self._total = 0
         self._open: list[tuple[str, str]] = [(ALL, WORKSPACE)]  # (phase, category of what it makes), innermost last
         self._peaks: dict[str, tuple[int, dict[str, int]]] = {ALL: (0, {})}
+        self._host_peaks: Counter[str] = Counter()
         self._active: ExitStack | None = None
 
     def __enter__(self) -> Self:
@@ -99,13 +119,18 @@ class Meter:
         """Move the whole storages of ``tensors`` to ``category``, and count those not seen before from now on."""
         for tensor in tensors:
             held = self._see(tensor.untyped_storage(), category)
-            self._live[held.category] -= held.nbytes
-            self._live[category] += held.nbytes
-            held.category = category
+            self._move(held, category)
         self._record()
 
+    def look(self) -> None:
+        """Read all marks: else one that is made of a storage counts from when an operation uses that."""
+        for held in list(self._held.values()):
+            if (storage := held.storage()) is not None:
+                self._see(storage, held.category)
+        self._settle()
+
     def live(self, category: str | None = None) -> int:
-        """Bytes alive now, in ``category`` or in all."""
+        """Bytes alive now, in ``category`` or in all that are not apart."""
         self._settle()
         return self._counted() if category is None else self._live[category]
 
@@ -115,8 +140,13 @@ class Meter:
         return {category: nbytes for category, nbytes in self._live.items() if nbytes}
 
     def peak(self, phase: str = ALL) -> int:
-        """Most bytes alive at one moment of ``phase``. Raises ``KeyError`` for a phase that was never opened."""
+        """Most bytes alive at one moment of ``phase``, but for those apart. Raises ``KeyError`` for a phase that was
+        never opened."""
         return self._peaks[phase][0]
+
+    def host_peak(self, phase: str = ALL) -> int:
+        """Most bytes of :data:`HOST` alive at one moment of ``phase``, which is another moment, as a rule."""
+        return self._host_peaks[phase]
 
     def peaks(self) -> dict[str, dict[str, int]]:
         """For every phase opened so far and :data:`ALL`: bytes by category at the last moment its peak was reached."""
@@ -124,11 +154,13 @@ class Meter:
 
     def _used(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            self._see(tensor.untyped_storage(), OUTSIDE)
+            if self._meta or not tensor.is_meta:
+                self._see(tensor.untyped_storage(), OUTSIDE)
 
     def _made(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            self._see(tensor.untyped_storage(), self._open[-1][1])
+            if self._meta or not tensor.is_meta:
+                self._see(tensor.untyped_storage(), self._open[-1][1])
         self._record()
 
     def _resized(self, storage: UntypedStorage) -> None:
@@ -146,7 +178,16 @@ class Meter:
         if held is None:
             held = self._held[id(storage)] = _Held(storage, self._freed, category)
         self._grow(held, storage.nbytes() - held.nbytes)
+        made_for: str = getattr(storage, _MARK, held.mark)
+        if made_for != held.mark:
+            held.mark = made_for
+            self._move(held, made_for)
         return held
+
+    def _move(self, held: _Held, category: str) -> None:
+        self._live[held.category] -= held.nbytes
+        self._live[category] += held.nbytes
+        held.category = category
 
     def _grow(self, held: _Held, nbytes: int) -> None:
         held.nbytes += nbytes
@@ -164,25 +205,27 @@ class Meter:
             if self._held.get(held.key) is held:  # else a newer storage already has this identity
                 del self._held[held.key]
 
+    def _counted(self) -> int:
+        return self._total - sum(self._live[category] for category in self._apart)
+
     def _record(self) -> None:
         self._settle()
         total = self._counted()
         for phase, _ in self._open:
+            self._host_peaks[phase] = max(self._host_peaks[phase], self._live[HOST])
             if phase not in self._peaks or total >= self._peaks[phase][0]:
                 self._peaks[phase] = total, self.snapshot()
-
-    def _counted(self) -> int:
-        return self._total - sum(self._live[category] for category in self._apart)
 
 
 class _Held:
     """The account of one live storage; it joins ``freed`` when the storage dies."""
 
-    __slots__ = ("category", "key", "nbytes", "storage")
+    __slots__ = ("category", "key", "mark", "nbytes", "storage")
 
     def __init__(self, storage: UntypedStorage, freed: deque[_Held], category: str) -> None:
         self.storage = weakref.ref(storage, lambda _: freed.append(self))
         self.key, self.category, self.nbytes = id(storage), category, 0
+        self.mark = ""
 
 
 class _Watch(TorchDispatchMode):

@@ -22,7 +22,7 @@ import pytest
 # each other without cycles ("acyclic") or not at all ("apart").
 TIERS = (
     ("apart", {"errors"}),
-    ("acyclic", {"layout", "config", "config_faults"}),
+    ("acyclic", {"layout", "config", "config_faults", "purposes"}),
     ("acyclic", {"model", "optim", "data", "placement", "local", "mesh", "comm", "meter"}),
     ("apart", {"pipeline", "data_parallel", "tensor", "context", "expert", "memory", "checkpoint"}),
     ("acyclic", {"build", "feed", "flow", "behind", "result"}),
@@ -36,7 +36,7 @@ TORCH_FREE = {  # these, and what they import when imported, start without torch
     *("shoal.cli", "shoal.layout", "shoal.config", "shoal.errors", "shoal.optim.schedule", "shoal.plan.search"),
     *("shoal.pipeline.program", "shoal.pipeline.schedules", "shoal.pipeline.simulate"),
     *("shoal.pipeline.lower", "shoal.pipeline.faults", "shoal.pipeline.stages"),
-    *("shoal.pipeline.stream", "shoal.pipeline.versions"),
+    *("shoal.pipeline.stream", "shoal.pipeline.versions", "shoal.memory.account", "shoal.purposes"),
 }
 BRINGS_TORCH = {"torch", "safetensors.torch"}
 

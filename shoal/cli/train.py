@@ -43,6 +43,9 @@ def train(
             "--trace", help="write what a few steps did to trace.json of the run, for shoal report and ui.perfetto.dev"
         ),
     ] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="write what a step holds to memory.json of the run, for shoal report")
+    ] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="print every setting and stop")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -65,7 +68,7 @@ def train(
         raise ConfigError(setting("-n", processes, problem, f"leave it out, or use -n {joined}"))
     plan = fit(config, plan, joined or processes or fewest(plan))
     begin = train_joined if joined else train_here
-    begin(config, plan, partial(watch, config, json), partial(ready, config, fresh, json), trace)
+    begin(config, plan, partial(watch, config, json), partial(ready, config, fresh, json), trace, memory)
 
 
 def verify(

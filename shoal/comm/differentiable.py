@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from shoal.comm.collectives import Pending, start_all_gather, start_all_reduce, start_broadcast, start_reduce_scatter
 from shoal.comm.world import Group
+from shoal.meter import mark
+from shoal.purposes import COMMUNICATION
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -63,6 +65,7 @@ def start_join(part: Tensor, dim: int, sizes: Sequence[int], group: Group, purpo
         return _start_only(part, dim, sizes.index(sum(sizes)), sum(sizes), group, purpose)
     part, dim = pad(part, dim, max(sizes)).contiguous(), dim % part.ndim
     parts = part.new_empty((group.size, *part.shape))
+    mark(COMMUNICATION, parts)
 
     def arrange() -> Tensor:
         if dim == 0 and len(set(sizes)) == 1:

@@ -11,6 +11,8 @@ from torch import Tensor
 from shoal.data_parallel.buckets import Slot
 from shoal.data_parallel.flat import Flat
 from shoal.errors import ConfigError
+from shoal.meter import mark
+from shoal.purposes import GRADIENTS
 
 _NONE = torch.empty(0)
 """In place of a gradient that there is not yet."""
@@ -175,6 +177,12 @@ class AsMade(Main):
     buffered = False
     _aside = _NONE
 
+    def __init__(
+        self, slot: Slot, bucket: int, gradient: Tensor, make_ready: Callable[[Main], None], later: Later
+    ) -> None:
+        super().__init__(slot, bucket, gradient, make_ready, later)
+        self.held.parameter.register_post_accumulate_grad_hook(_made)
+
     def swap(self, buffer: Tensor) -> None:
         self.gradient, self._aside = self._aside, self.gradient
 
@@ -198,6 +206,7 @@ class AsMade(Main):
         self._make_ready(self)
         parameter = self.held.parameter
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        _made(parameter)
 
     def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
         self.add((gradient * scale).to(self.held.parameter.dtype))
@@ -209,6 +218,12 @@ class AsMade(Main):
         else:
             self._make_ready(self)
             grad.addmm_(left.t(), right)
+
+
+def _made(parameter: Tensor) -> None:
+    """Say what the gradient is that a parameter now has."""
+    if parameter.grad is not None:
+        mark(GRADIENTS, parameter.grad)
 
 
 def main_of(slot: Slot, bucket: int, flat: Flat, make_ready: Callable[[Main], None], later: Later) -> Main:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from shoal.data_parallel.buckets import Bucket
 from shoal.data_parallel.stowage import Away, Stowage
 from shoal.errors import ConfigError
+from shoal.meter import mark
 from shoal.optim.runs import HALVES
 from shoal.placement import Division, Fragment, Holders
+from shoal.purposes import COMMUNICATION, GRADIENTS, PARAMETERS, STATES
 
 
 class Zeros(Protocol):
@@ -80,6 +82,16 @@ class Flat:
         self.states = {name: torch.zeros_like(self.masters, dtype=dtype) for name, dtype in states.items()}
         self._written = self._writes()
         stowage.fill(exact[mine], states, self)
+        self._mark()
+
+    def _mark(self) -> None:
+        """Say what its memory is for: what is whole for a while alone is gathered from other ranks."""
+        if self.mixed:
+            mark(STATES, self.masters)
+        mark(STATES, *self.states.values())
+        mark(GRADIENTS, self.grads, self.own_grads)
+        mark(PARAMETERS, self.own_params)
+        mark(PARAMETERS if self.keep_params else COMMUNICATION, self.params)
 
     def _gradients(self) -> Tensor:
         make = self._zeros if self.keep_grads else partial(torch.zeros, device=self.bucket.device)
@@ -107,12 +119,14 @@ class Flat:
             close(self.grads)
             if self.stowage.grads:
                 close(self.own_grads)
+        self._mark()
 
     def swap(self) -> None:
         """Another buffer takes the place of the gradients', or takes it again: one keeps the sums of a batch while
         those of the next add up in the other."""
         if self._aside is None:
             fresh = self._gradients()
+            mark(GRADIENTS, fresh)
             self._aside = fresh, fresh[self.bucket.low : self.bucket.high]
         (self.grads, self.own_grads), self._aside = self._aside, (self.grads, self.own_grads)
 
@@ -126,6 +140,7 @@ class Flat:
         self.params, self.own_params, self.faces = params, params[self.bucket.low : self.bucket.high], faces
         for slot in self.bucket.slots:
             slot.held.parameter.data = slot.of(params)
+        mark(PARAMETERS, params)
         self.see()
 
     def lower_gradients(self, *, add: bool = False) -> None:

@@ -24,7 +24,9 @@ from shoal.data_parallel.sharing import Sharing
 from shoal.data_parallel.sync import Sync
 from shoal.local import LocalParameter
 from shoal.mesh import Mesh
+from shoal.meter import mark
 from shoal.optim.treatment import Treat
+from shoal.purposes import COMMUNICATION
 
 IN_FLIGHT = 2
 """Buckets that may be under way at once: sending another waits for the oldest."""
@@ -74,6 +76,8 @@ class Zero(Sync):
         before, on_host = number in self._begun, flat.stowage.grads and not self._crosses[number]
         more = torch.empty_like(flat.own_grads) if before and not on_host else None
         self._begun.add(number)
+        if more is not None:
+            mark(COMMUNICATION, more)
         into = flat.own_grads if more is None else more
         start = quantised.start_reduce_scatter if self._rounds(flat.grads) else start_reduce_scatter
         pending = start(into, flat.grads, self._shards[number], "gradients")

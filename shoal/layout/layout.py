@@ -44,7 +44,15 @@ BUILT: dict[str, tuple[str, ...]] = {
         "2bw",
     ),
     "recompute": ("selective", "full"),
-    "offload": ("optimizer:cpu", "optimizer:nvme", "params:cpu", "params:nvme", "grads:cpu"),
+    "offload": (
+        "optimizer:cpu",
+        "optimizer:nvme",
+        "params:cpu",
+        "params:nvme",
+        "grads:cpu",
+        "activations:cpu",
+        "activations:nvme",
+    ),
     "dtype": ("float32", "float64", "bf16", "fp16"),
 }
 

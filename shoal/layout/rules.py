@@ -161,7 +161,7 @@ def check_together(layout: Layout) -> None:
             problem = f"{layout.schedule} has several versions of {part.what} on the device at once"
             raise refusal(layout, "offload", problem, f"use offload=optimizer:{part.where}")
         if layout.sync == "server" and part.what != "activations":
-            problem = f"servers keep what they take in and hand out on the device"
+            problem = "servers keep what they take in and hand out on the device"
             raise refusal(layout, "offload", problem, f"use offload=activations:{part.where}, or sync=allreduce")
     if layout.dp != -1:
         _check_groups(layout)

@@ -18,6 +18,7 @@ from torch import Tensor
 from shoal.errors import setting
 from shoal.memory.buffers import Buffers
 from shoal.memory.swap import SECTOR, SwapFile, Transfer
+from shoal.meter import HOST, mark
 
 IN_MEMORY = ("tmpfs", "ramfs")
 """Filesystems without a disk."""
@@ -152,6 +153,7 @@ class OnHost:
     def __init__(self, values: Tensor, copies: Copies, buffers: Buffers) -> None:
         self._copies, self._buffers = copies, buffers
         self.tensor = torch.empty(len(values), dtype=values.dtype, pin_memory=values.is_cuda)
+        mark(HOST, self.tensor)
         self.tensor.copy_(values)
         self._rising = self._sinking = Arrival()
         self._more: _Staged | None = None

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shoal.meter import mark
 from shoal.model.linear import scaled_gradient
+from shoal.purposes import GRADIENTS, LOGITS
 
 IGNORED = -100
 """The label of a position that does not count."""
@@ -59,7 +61,9 @@ def chunk_rows(rows: int, vocabulary: int, hidden: int) -> int:
 def new_gradient(weight: Tensor, chunk: int, rows: int) -> Tensor:
     """Room for the gradient of the output matrix, made of ``rows`` rows a ``chunk`` at a time; zero for no rows."""
     dtype = weight.dtype if rows <= chunk else torch.promote_types(weight.dtype, torch.float32)
-    return torch.empty_like(weight, dtype=dtype) if rows else torch.zeros_like(weight)
+    made = torch.empty_like(weight, dtype=dtype) if rows else torch.zeros_like(weight)
+    mark(GRADIENTS, made)
+    return made
 
 
 def add_chunk(grad_weight: Tensor, grad_logits: Tensor, x: Tensor, *, first: bool) -> None:
@@ -87,8 +91,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             counted = label != IGNORED
             picked = label.where(counted, 0)[:, None]
             logits = x_chunk @ weight.t()
+            mark(LOGITS, logits)
             labelled = logits.gather(1, picked)
             log_p = torch.log_softmax(logits, dim=-1, dtype=exact)
+            mark(LOGITS, log_p)
             del logits
             losses = -log_p.gather(1, picked)
             log_z = labelled + losses
@@ -104,6 +110,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_logits *= 1.0 + 2.0 * z_loss * log_z
             grad_logits.scatter_add_(1, picked, grad_logits.new_full(picked.shape, -1.0))
             grad_logits = grad_logits.masked_fill_(~counted[:, None], 0.0).to(x.dtype)
+            mark(LOGITS, grad_logits)
             if grad_x is not None:
                 torch.mm(grad_logits, weight, out=grad_x[chunk])
             if grad_weight is not None:

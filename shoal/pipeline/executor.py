@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.errors import ConfigError
+from shoal.meter import mark
 from shoal.model.context import Batch
 from shoal.model.task import Task
 from shoal.pipeline.arrival import arrive
@@ -25,6 +26,7 @@ from shoal.pipeline.program import Act, Op, Program
 from shoal.pipeline.trace import Recorder
 from shoal.pipeline.watch import Watch
 from shoal.pipeline.weights import Version, Weights
+from shoal.purposes import LOGITS
 
 Layer = Callable[[Tensor, Any], Tensor]
 """A layer as a function of its input and the micro-batch's context."""
@@ -253,6 +255,8 @@ class Running:
             x = layer(x, ctx)
             handlers.leave_unit(unit)
         if stage.last:
+            if isinstance(x, Tensor) and x.ndim > 0:  # else the last layer has made the loss of them
+                mark(LOGITS, x)
             x = self.end(x, ctx)
             self.ends[number] = x.detach()
         else:

@@ -21,8 +21,10 @@ from torch import Tensor
 from shoal.comm.collectives import Pending
 from shoal.comm.point_to_point import MESSAGE_TAGS, start_receive, start_send
 from shoal.errors import LayoutError, setting
+from shoal.meter import mark
 from shoal.pipeline.lines import Lines
 from shoal.pipeline.program import DROP, Act, Op, named
+from shoal.purposes import ACTIVATIONS, COMMUNICATION
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """What may cross a boundary: what can have a gradient."""
@@ -127,7 +129,9 @@ class Mail:
 
     def await_activation(self, act: Act) -> None:
         """The input of a stage is there from now on."""
-        self._wait(self._expected.pop(_place(act)))
+        message = self._expected.pop(_place(act))
+        self._wait(message)
+        mark(ACTIVATIONS, message.tensor)
 
     def _make_room(self, peer: int) -> None:
         """For all activations from a rank up to one of unknown form, and for the header of that one."""
@@ -165,12 +169,14 @@ class Mail:
     def _send(self, act: Act, tensor: Tensor, *, header: bool = False) -> None:
         tensor, tag = tensor.contiguous(), _tag(act.stage, act.micro_batch, header)
         dropped = Act(DROP[act.op], *act[1:])
+        mark(COMMUNICATION, tensor)
         pending = start_send(tensor, self._lines.of(act), act.peer, tag)
         self._sent[dropped].append(_Message(dropped, tensor, pending))
 
     def _receive(self, act: Act, form: Form, *, header: bool = False) -> _Message:
         sender = act.stage + (1 if act.op is Op.RECEIVE_GRADIENT else -1)
         tensor = torch.empty(form.shape, dtype=form.dtype, device=self._device)
+        mark(COMMUNICATION, tensor)
         tag = _tag(sender, act.micro_batch, header)
         purpose = "boundary header" if header else "boundary"
         return _Message(act, tensor, start_receive(tensor, self._lines.of(act), act.peer, tag, purpose))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import fmean, median
@@ -54,10 +55,14 @@ class Recorder:
     def __init__(self) -> None:
         self.on = False
         self.runs: list[list[Event]] = []
+        self.within: Callable[[Act], AbstractContextManager[None]] | None = None
+        """What every action happens in, if there is something."""
         self._waits = self._ready = 0.0
 
     def around(self, perform: Callable[[Act], None]) -> Callable[[Act], None]:
         """``perform``, which now writes down a program, if this is on."""
+        if (within := self.within) is not None:
+            perform = _inside(within, perform)
         if not self.on:
             return perform
         events: list[Event] = []
@@ -79,6 +84,16 @@ class Recorder:
         """The action under way has what it waited for."""
         if self.on:
             self._ready = time.time()
+
+
+def _inside(
+    within: Callable[[Act], AbstractContextManager[None]], perform: Callable[[Act], None]
+) -> Callable[[Act], None]:
+    def inside(act: Act) -> None:
+        with within(act):
+            perform(act)
+
+    return inside
 
 
 Runs = Sequence[Sequence[Event]]

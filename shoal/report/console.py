@@ -53,6 +53,8 @@ class ConsoleSink:
                 self._print(f"[cyan]{escape(values['prompt'])}[/]{escape(values['text'])}\n")
             case "trace":
                 self._trace(values)
+            case "memory":
+                self._memory(values)
             case "end":
                 self._end(values)
 
@@ -121,6 +123,16 @@ class ConsoleSink:
                 f"  {one['stage']:>5}  {one['pass']:>4}  {one['ms']:>6.2f} ms  {one['late_ms']:>10.2f} ms  "
                 f"{one['most_late_ms']:>6.2f} ms"
             )
+
+    def _memory(self, values: Values) -> None:
+        """Where the memory of a step is, and the most that a rank held."""
+        gib, host = values["bytes"] / 2**30, values["host_bytes"] / 2**30
+        beside = f", and {host:.3f} GiB on the host" if host else ""
+        self._print(
+            f"\n[bold]memory[/] of step {values['step']}: {escape(values['path'])}; [bold]shoal report "
+            f"{escape(shlex.quote(str(Path(values['path']).parent)))} --memory[/] shows it\n"
+            f"  most: {gib:.3f} GiB on rank {values['rank']}, {values['phase']}{beside}"
+        )
 
     def _end(self, values: Values) -> None:
         run, folder = self._config.run, self._config.run.folder / self._config.run.name

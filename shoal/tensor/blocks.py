@@ -20,7 +20,9 @@ from torch.autograd.function import once_differentiable
 from shoal.comm.collectives import start_all_gather, start_reduce_scatter
 from shoal.comm.differentiable import Arriving, pad
 from shoal.comm.world import Group
+from shoal.meter import mark
 from shoal.model.linear import arriving_gradient, later, whole_gradient
+from shoal.purposes import COMMUNICATION
 from shoal.tensor.ports import PURPOSE, Even, Port, Ports, Shares
 
 
@@ -43,6 +45,7 @@ class Blocks:
     def start_gather(self, part: Tensor) -> Arriving[list[Tensor]]:
         """Begin to fetch all blocks of what this rank has one of, [rows, width]."""
         room = part.new_empty((self.group.size, len(part), max(self.sizes)))
+        mark(COMMUNICATION, room)
         part = pad(part, 1, max(self.sizes)).contiguous()
         return Arriving(start_all_gather(room.view(-1), part, self.group, PURPOSE), lambda: self.slots(room))
 

@@ -26,7 +26,9 @@ from torch.autograd.function import once_differentiable
 from shoal.comm.collectives import Pending, start_broadcast, start_reduce
 from shoal.comm.differentiable import Arriving
 from shoal.comm.world import Group
+from shoal.meter import mark
 from shoal.model.linear import later, whole_gradient
+from shoal.purposes import COMMUNICATION
 from shoal.tensor.ports import PURPOSE
 
 
@@ -138,5 +140,8 @@ def _sums(products: Sequence[_Product], widths: Sequence[int]) -> list[Tensor]:
 
 def _start_block(own: Tensor, t: int, widths: Sequence[int], group: Group) -> Arriving[Tensor]:
     """Begin to bring the ranks of ``group`` the block [rows, widths[t]] of the one at place ``t``, its ``own``."""
-    block = own if group.index == t else own.new_empty((own.shape[0], widths[t]))
+    block = own
+    if group.index != t:
+        block = own.new_empty((own.shape[0], widths[t]))
+        mark(COMMUNICATION, block)
     return Arriving(start_broadcast(block, group, PURPOSE, t), lambda: block)

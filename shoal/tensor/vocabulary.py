@@ -25,8 +25,10 @@ from shoal.comm.collectives import start_all_gather
 from shoal.comm.differentiable import Arriving, joined, part_size
 from shoal.comm.world import Group
 from shoal.layout.kinds import split_evenly
+from shoal.meter import mark
 from shoal.model.linear import scaled_gradient
 from shoal.model.loss import IGNORED, add_chunk, chunk_rows, new_gradient
+from shoal.purposes import LOGITS
 from shoal.tensor.linear import DividedLinear, divided_linear
 from shoal.tensor.ports import PURPOSE, Extent, Port, Ports, Positions, Still, by_part, entered, left
 from shoal.tensor.samples import Samples
@@ -133,6 +135,7 @@ class _CrossEntropy(Function):
         chunks = _chunks(x.shape[1], parts, part_size(vocabulary.size, vocabulary.group.size), weight_VH.shape[1])
         grad_weight = new_gradient(weight_VH, chunks[0].stop, x.shape[1]) if needs_weight else None
         space = x.new_empty((chunks[0].stop * parts, weight_VH.shape[0]))
+        mark(LOGITS, space)
         arriving = _start_enter(x, chunks[0], ports.x)
         leaving: list[tuple[slice, Arriving[Tensor]]] = []
         for number, chunk in enumerate(chunks):

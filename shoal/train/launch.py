@@ -33,19 +33,23 @@ def launched() -> int | None:
     return None
 
 
-def train_here(config: Config, layout: Layout, watch: Watch, ready: Ready, trace: bool = False) -> None:
+def train_here(
+    config: Config, layout: Layout, watch: Watch, ready: Ready, trace: bool = False, memory: bool = False
+) -> None:
     """The whole run, in processes of this machine. Raises what a rank raised first, or :class:`Stopped`."""
     threads = max(1, _cpus() // layout.ranks)
     with _ending_well(config), ready(), Pool(layout.ranks, threads=threads) as pool:
-        pool.run(train, config, layout, watch, trace, timeout_s=config.run.timeout, device=config.run.device)
+        pool.run(train, config, layout, watch, trace, memory, timeout_s=config.run.timeout, device=config.run.device)
 
 
-def train_joined(config: Config, layout: Layout, watch: Watch, ready: Ready, trace: bool = False) -> None:
+def train_joined(
+    config: Config, layout: Layout, watch: Watch, ready: Ready, trace: bool = False, memory: bool = False
+) -> None:
     """This process's part of a run whose ranks a launcher has started."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher says what happened, once for all ranks
     with init(device=config.run.device, timeout_s=config.run.timeout) as world, ExitStack() as held:
         _on_first_rank(world, lambda: held.enter_context(ready()))
-        train(world, config, layout, watch, trace)
+        train(world, config, layout, watch, trace, memory)
 
 
 def _on_first_rank(world: World, work: Callable[[], None]) -> None:

@@ -27,6 +27,7 @@ from shoal.errors import Diverged, Stopped
 from shoal.layout import Layout
 from shoal.train.budget import within_budget
 from shoal.train.folder import COMPANIONS, TOKENIZER, run_folder
+from shoal.train.metering import Metering
 from shoal.train.metrics import Sink, open_sinks
 from shoal.train.resume import advice, find_newest, last_step, remember
 from shoal.train.samples import open_splits, parts_of
@@ -37,29 +38,43 @@ from shoal.train.tracing import Tracing
 
 
 def train(
-    world: World, config: Config, layout: Layout, watch: Callable[[], Sequence[Sink]], trace: bool = False
+    world: World,
+    config: Config,
+    layout: Layout,
+    watch: Callable[[], Sequence[Sink]],
+    trace: bool = False,
+    memory: bool = False,
 ) -> dict[str, Any]:
     """Train from the newest checkpoint of the run, or from the start, to the last step.
 
     ``layout`` fits ``world`` (see :func:`~shoal.train.setup.fit`). ``watch()`` makes further sinks, on the first rank.
-    With ``trace``, what happens in some steps is written down (:mod:`shoal.train.tracing`).
+    With ``trace``, what happens in some steps is written down (:mod:`shoal.train.tracing`); with ``memory``, what one
+    holds (:mod:`shoal.train.metering`).
     Returns the last step and the validation loss there (None without a validation split).
     """
-    return _Run(world, config, layout, watch, trace).train()
+    return _Run(world, config, layout, watch, trace, memory).train()
 
 
 class _Run:
     """What the loop holds."""
 
     def __init__(
-        self, world: World, config: Config, layout: Layout, watch: Callable[[], Sequence[Sink]], trace: bool
+        self,
+        world: World,
+        config: Config,
+        layout: Layout,
+        watch: Callable[[], Sequence[Sink]],
+        trace: bool,
+        memory: bool,
     ) -> None:
         self.world, self.config = world, config
         self.folder = run_folder(config)
         self.source, self.validation = open_splits(config)
         self.size = batch_size(config)
         layout = within_budget(config, layout, world, self.source)
-        self.engine: Engine = make_engine(config, layout, world)
+        self.metering = Metering(self.folder) if memory else None
+        with self.metering.building() if self.metering is not None else nullcontext():
+            self.engine: Engine = make_engine(config, layout, world)
         self.steps = last_step(config)
         self.memory = remember(config, self.source)
         self.sinks: list[Sink] = []
@@ -68,6 +83,8 @@ class _Run:
         """Of steps that have not finished: the hash of their samples, and what they took before the next began."""
         continues = self._resume()
         self.tracing = Tracing(self.engine, self.folder, self.steps - self.engine.steps_done) if trace else None
+        if self.metering is not None:
+            self.metering.begin(self.engine, self.steps - self.engine.steps_done)
         if world.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "run.toml").write_text(toml(config), encoding="utf-8")
@@ -84,6 +101,8 @@ class _Run:
             self._sample()
             if self.tracing is not None and (traced := self.tracing.write()) is not None:
                 self._tell("trace", **traced)
+            if self.metering is not None and (held := self.metering.write()) is not None:
+                self._tell("memory", **held)
             self._tell("end", step=self.engine.steps_done, validation_loss=loss)
             return {"step": self.engine.steps_done, "validation_loss": loss}
         except Diverged as error:
@@ -101,7 +120,9 @@ class _Run:
         for step in range(engine.steps_done, self.steps):
             started = time.perf_counter()
             batch = self.source.batch(step, self.engine.mesh.coords["dp"], engine.layout.dp)
-            with self.tracing.around(step) if self.tracing is not None else nullcontext():
+            traced = self.tracing.around(step) if self.tracing is not None else nullcontext()
+            measured = self.metering.around(step) if self.metering is not None else nullcontext()
+            with traced, measured:
                 engine.step(batch)
             self.seconds[step] = time.perf_counter() - started
             if config.log.hashes:

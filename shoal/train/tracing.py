@@ -47,7 +47,7 @@ class Tracing:
             return None
         grid, line, first = engine.mesh.grid, str(layout), self._first + 1
         trace = Trace(line, layout.schedule, layout.mb, pipelines_of(grid), first, ranks)
-        names = [_name(rank, grid) for rank in range(world.size)]
+        names = [name_of(rank, grid) for rank in range(world.size)]
         self._path.write_text(json.dumps(to_chrome(trace, names)), encoding="utf-8")
         told: dict[str, Any] = {"path": str(self._path), "first": first, "steps": len(ranks[0])}
         if layout.asynchronous:  # no step ends by itself
@@ -68,7 +68,7 @@ def pipelines_of(grid: Grid) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(grid.rank(place) for place in grid.vary(first, ("pp",))) for first in firsts if first["pp"] == 0)
 
 
-def _name(rank: int, grid: Grid) -> str:
+def name_of(rank: int, grid: Grid) -> str:
     """A rank and where it stands on the axes along which there are several."""
     sizes = dict(grid.axes)
     places = ", ".join(f"{axis} {place}" for axis, place in grid.coords(rank).items() if sizes[axis] > 1)
