@@ -27,7 +27,11 @@ progress_bar = partial(progress, console)
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="the run file")]
 LayoutOption = Annotated[
-    str | None, typer.Option("--layout", help="how the work is spread, such as dp=2,mb=4; replaces the file's layout")
+    str | None,
+    typer.Option(
+        "--layout",
+        help="how the work is spread, such as dp=2,mb=4; replaces the file's layout, all but its dtype if none is named",
+    ),
 ]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="change a setting; may be repeated")

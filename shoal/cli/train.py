@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json as jsonlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shlex import join
 from typing import Annotated
 
 import typer
@@ -27,6 +29,8 @@ from shoal.cli.common import (
 )
 from shoal.errors import ConfigError, LayoutError, setting
 from shoal.layout import Layout
+
+_STEPS = 5
 
 
 def train(
@@ -72,7 +76,7 @@ def verify(
     run: RunFile,
     layout: LayoutOption = None,
     set_: SetOption = None,
-    steps: Annotated[int, typer.Option(help="optimizer steps to compare", min=1)] = 5,
+    steps: Annotated[int, typer.Option(help="optimizer steps to compare", min=1)] = _STEPS,
     json: JsonOption = False,
 ) -> None:
     """Run a layout beside one process and compare loss, gradient norm, gradients and weights, per parameter.
@@ -105,6 +109,12 @@ def verify(
         from shoal.report.parity import parity_table
 
         console.print(parity_table(report))
+        if not report.agree and plan.dtype == "float32":
+            again = ["shoal", "verify", str(run), "--layout", str(replace(plan, dtype="float64"))]
+            again += [word for one in set_ or () for word in ("--set", one)]
+            again += ["--steps", str(steps)] * (steps != _STEPS)
+            console.print("That may be more than float32 rounds, or not: in float64, rounding hides nothing.")
+            console.print(f"  [bold]{escape(join(again))}[/]")
     raise typer.Exit(0 if report.agree else 1)
 
 
