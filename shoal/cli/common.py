@@ -30,7 +30,7 @@ LayoutOption = Annotated[
     str | None,
     typer.Option(
         "--layout",
-        help="how the work is spread, such as dp=2,mb=4; replaces the file's layout, all but its dtype if none is named",
+        help="how the work is spread, such as dp=2,mb=4; replaces the file's layout, but its dtype only by another",
     ),
 ]
 SetOption = Annotated[
