@@ -174,6 +174,17 @@ def test_verify_exits_with_1_when_a_layout_disagrees(
         assert "more" in result.out.splitlines()[-1]
 
 
+def test_verify_in_float32_says_what_would_prove_it(shoal: Shoal, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "TOLERANCE", {"float32": -1.0})
+    result = shoal("verify", file, "--layout", "mb=2,dtype=float32", "--steps", 1, *sets(run__seed=3))
+    assert (result.code, result.err) == (1, "")
+    assert "mb=2 disagrees with one process in float64:" in result.out
+    command = result.out.splitlines()[-1].split()
+    assert command == [
+        "shoal", "verify", str(file), "--layout", "mb=2,dtype=float64", "--set", "run.seed=3", "--steps", "1",
+    ]  # fmt: skip
+
+
 # layout
 
 

@@ -65,7 +65,7 @@ def test_it_is_drawn_where_it_is_told(shoal: Shoal, run: Path, tmp_path: Path, n
 
 def test_where_there_is_no_trace_the_command_that_writes_one_is_named(shoal: Shoal, run: Path, tmp_path: Path) -> None:
     (run / "trace.json").unlink()
-    command = f"shoal train {run}/run.toml --set run.name=run-traced --set run.stop=5 --trace writes one"
+    command = f"shoal train {run}/run.toml --set run.name=run-traced --set run.stop=5 --trace --fresh writes one"
     refused(shoal("report", run), f"RUN = {run}: has no trace.json; {command}")
     refused(
         shoal("report", tmp_path / "none"), "is neither the folder of a run nor a trace; shoal train RUN.toml --trace"
@@ -76,7 +76,7 @@ def test_that_command_makes_a_trace_that_is_long_enough_for_its_layout(shoal: Sh
     (run / "trace.json").unlink()
     deep = load(TINY, ["layout.pp=8:pipedream", "layout.mb=2", "checkpoint.every=3"])
     (run / "run.toml").write_text(toml(deep), encoding="utf-8")
-    refused(shoal("report", run), "--set run.stop=11 --set checkpoint.every=0 --trace writes one")
+    refused(shoal("report", run), "--set run.stop=11 --set checkpoint.every=0 --trace --fresh writes one")
 
 
 @pytest.mark.parametrize(

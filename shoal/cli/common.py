@@ -27,7 +27,11 @@ progress_bar = partial(progress, console)
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="the run file")]
 LayoutOption = Annotated[
-    str | None, typer.Option("--layout", help="how the work is spread, such as dp=2,mb=4; replaces the file's layout")
+    str | None,
+    typer.Option(
+        "--layout",
+        help="how the work is spread, such as dp=2,mb=4; replaces the file's layout, but its dtype only by another",
+    ),
 ]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="change a setting; may be repeated")
@@ -58,14 +62,14 @@ def fewest(plan: Layout) -> int:
 
 
 @contextmanager
-def ready(config: Config, fresh: bool, json: bool) -> Iterator[None]:
+def ready(config: Config, fresh: bool, trace: bool, json: bool) -> Iterator[None]:
     """Check what the run needs, before anything is written, and hold its folder."""
     from shoal.train.folder import occupy
     from shoal.train.prepare import prepare
 
     announce(config, json)
     with progress_bar(quiet=json) as progress:
-        prepare(config, progress, fresh=fresh)
+        prepare(config, progress, fresh=fresh, trace=trace)
     with occupy(config, fresh=fresh) as aside:
         if aside is not None and not json:
             console.print(f"the earlier run is now {escape(str(aside))}")

@@ -29,7 +29,10 @@ def show_schedule(
     ] = None,
     memory: Annotated[
         float | None,
-        typer.Option(metavar="M", help="of list: the most micro-batches a rank may hold; default: as 1f1b"),
+        typer.Option(
+            metavar="M",
+            help="of list: the most micro-batches, not bytes, whose activations a rank holds; default: -p of them",
+        ),
     ] = None,
     run: Annotated[
         Path | None,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json as jsonlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shlex import join
 from typing import Annotated
 
 import typer
@@ -27,6 +29,8 @@ from shoal.cli.common import (
 )
 from shoal.errors import ConfigError, LayoutError, setting
 from shoal.layout import Layout
+
+_STEPS = 5
 
 
 def train(
@@ -68,14 +72,14 @@ def train(
         raise ConfigError(setting("-n", processes, problem, f"leave it out, or use -n {joined}"))
     plan = fit(config, plan, joined or processes or fewest(plan))
     begin = train_joined if joined else train_here
-    begin(config, plan, partial(watch, config, json), partial(ready, config, fresh, json), trace, memory)
+    begin(config, plan, partial(watch, config, json), partial(ready, config, fresh, trace, json), trace, memory)
 
 
 def verify(
     run: RunFile,
     layout: LayoutOption = None,
     set_: SetOption = None,
-    steps: Annotated[int, typer.Option(help="optimizer steps to compare", min=1)] = 5,
+    steps: Annotated[int, typer.Option(help="optimizer steps to compare", min=1)] = _STEPS,
     json: JsonOption = False,
 ) -> None:
     """Run a layout beside one process and compare loss, gradient norm, gradients and weights, per parameter.
@@ -108,6 +112,12 @@ def verify(
         from shoal.report.parity import parity_table
 
         console.print(parity_table(report))
+        if not report.agree and plan.dtype == "float32":
+            again = ["shoal", "verify", str(run), "--layout", str(replace(plan, dtype="float64"))]
+            again += [word for one in set_ or () for word in ("--set", one)]
+            again += ["--steps", str(steps)] * (steps != _STEPS)
+            console.print("That may be more than float32 rounds, or not: in float64, rounding hides nothing.")
+            console.print(f"  [bold]{escape(join(again))}[/]")
     raise typer.Exit(0 if report.agree else 1)
 
 

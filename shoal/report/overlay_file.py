@@ -57,4 +57,4 @@ def _how(folder: Path) -> str:
         *(f"{section}.every=0" for section, every in drains.items() if every and layout.asynchronous),
     ]
     words = " ".join(f"--set {shlex.quote(one)}" for one in settings)
-    return f"shoal train {shlex.quote(str(run))} {words} --trace"
+    return f"shoal train {shlex.quote(str(run))} {words} --trace --fresh"

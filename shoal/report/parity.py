@@ -27,6 +27,10 @@ class Parity(Protocol):
     @property
     def max_rel(self) -> Mapping[str, float]: ...
     @property
+    def allowed(self) -> Mapping[str, float]: ...
+    @property
+    def rounding(self) -> float | None: ...
+    @property
     def drift(self) -> float: ...
     @property
     def worst(self) -> Mapping[str, float]: ...
@@ -39,12 +43,16 @@ def parity_table(report: Parity) -> RenderableType:
     table = Table("compared", "largest relative difference", "allowed", box=None, pad_edge=False)
     names = {"loss": "loss", "grad_norm": "gradient norm", "grad": "gradients", "weight": "weights"}
     for key, rel in report.max_rel.items():
-        table.add_row(names[key], _number(rel, report.tolerance), f"{report.tolerance:.0e}")
-    table.add_row("copies of a tensor", _number(report.drift, report.tolerance), f"{report.tolerance:.0e}")
+        table.add_row(names[key], _number(rel, report.allowed[key]), _short(report.allowed[key]))
+    table.add_row("copies of a tensor", _number(report.drift, report.tolerance), _short(report.tolerance))
+    if report.rounding is not None:
+        table.add_row("one process in float32 itself", f"{report.rounding:.1e}", "")
     for name, rel in sorted(report.worst.items(), key=lambda item: (isfinite(item[1]), -item[1]))[:3]:
         table.add_row(f"  [dim]{escape(name)}[/]", f"[dim]{rel:.1e}[/]", "")
     if report.agree:
-        return Group(table, f"[bold green]{escape(report.layout)} computes what {escape(report.truth)} computes.[/]")
+        rounds = ", up to what float32 rounds" if report.rounding is not None else ""
+        said = f"{report.layout} computes what {report.truth} computes{rounds}."
+        return Group(table, f"[bold green]{escape(said)}[/]")
     lines = [f"  {escape(fault)}" for fault in report.faults[:_SHOWN]]
     if len(report.faults) > _SHOWN:
         lines.append(f"  … and {len(report.faults) - _SHOWN} more")
@@ -53,3 +61,9 @@ def parity_table(report: Parity) -> RenderableType:
 
 def _number(value: float, tolerance: float) -> str:
     return f"[{'green' if value <= tolerance else 'bold red'}]{value:.1e}[/]"
+
+
+def _short(limit: float) -> str:
+    """A limit in one digit where it has one, else in two."""
+    short = f"{limit:.0e}"
+    return short if float(short) == limit else f"{limit:.1e}"

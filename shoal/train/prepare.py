@@ -17,7 +17,7 @@ from shoal.data.store_writer import check_free
 from shoal.data.tokenize import END_OF_DOCUMENT, tokenize, train_tokenizer
 from shoal.errors import DataError, setting
 from shoal.train.metrics import check_packages
-from shoal.train.resume import find_newest
+from shoal.train.resume import check_left, find_newest
 from shoal.train.samples import open_splits
 from shoal.train.setup import Source
 from shoal.train.start import check_start, tokenizer_of
@@ -26,17 +26,20 @@ Progress = Callable[[str, int, int], None]
 """(what is being done, bytes done, bytes in all)."""
 
 
-def prepare(config: Config, progress: Progress, *, fresh: bool = False) -> None:
+def prepare(config: Config, progress: Progress, *, fresh: bool = False, trace: bool = False) -> None:
     """Find whatever would fail later, before anything of the run is written: see :func:`prepare_data`,
-    :func:`~shoal.train.resume.find_newest` unless the run starts ``fresh``, and :func:`~shoal.train.start.check_start`
-    where that finds nothing to go on from.
+    :func:`~shoal.train.resume.find_newest` unless the run starts ``fresh``, :func:`~shoal.train.start.check_start`
+    where that finds nothing to go on from, and :func:`~shoal.train.resume.check_left` where a ``trace`` is asked for.
 
     Raises a :class:`~shoal.errors.ShoalError`.
     """
     check_packages(config)
     source = prepare_data(config, progress, fresh=fresh)
-    if fresh or find_newest(config, source) is None:
+    found = None if fresh else find_newest(config, source)
+    if found is None:
         check_start(config, source)
+    elif trace:
+        check_left(config, found)
 
 
 def prepare_data(config: Config, progress: Progress, *, fresh: bool = False) -> Source:

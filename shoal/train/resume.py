@@ -12,7 +12,7 @@ import torch
 from shoal import __version__, checkpoint
 from shoal.config import Config, Model, parse
 from shoal.data.batches import Batches
-from shoal.errors import CheckpointError, setting
+from shoal.errors import CheckpointError, ConfigError, setting
 from shoal.train.folder import run_folder
 from shoal.train.setup import Source
 
@@ -70,6 +70,16 @@ def find_newest(config: Config, source: Source) -> Path | None:
         legal = f"use at least {manifest.step}, {anew}"
         raise CheckpointError(setting(key, last_step(config), f"the checkpoint {found} is further already", legal))
     return found
+
+
+def check_left(config: Config, found: Path) -> None:
+    """Refuse to trace a run that has no step left after the checkpoint ``found``. Raises :class:`ConfigError`."""
+    if checkpoint.read_manifest(found).step == (last := last_step(config)):
+        key = "run.stop" if last < config.run.steps else "run.steps"
+        legal = f"start anew with --fresh, or raise {key}"
+        raise ConfigError(
+            setting("--trace", found, f"the run is complete, and no step after {last} is left to trace", legal)
+        )
 
 
 @contextmanager

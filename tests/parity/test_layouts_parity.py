@@ -84,6 +84,7 @@ def test_a_tied_embedding_and_plain_sgd_agree(layout: str, eight: Pool) -> None:
 @pytest.mark.parametrize(("run", "layout"), NAMED, ids=[layout for _, layout in NAMED])
 def test_a_named_layout_agrees_in_float32_to_its_precision(run: str, layout: str, eight: Pool) -> None:
     report = verify(read(run), Layout.parse(f"{layout},dtype=float32"), eight)
+    assert report.agree, report.faults
     assert max(report.max_rel["loss"], report.max_rel["grad_norm"]) < 2e-5, report.max_rel
 
 

@@ -319,13 +319,18 @@ QUICK = ("dp=2,mb=2", "tp=2:1d-sp")
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [pytest.param(one, id=str(one), marks=() if one.layout in QUICK else pytest.mark.parity) for one in FAULTS],
+    ("fault", "dtype"),
+    [
+        pytest.param(one, dtype, id=f"{one} {dtype}", marks=() if quick else pytest.mark.parity)
+        for one in FAULTS
+        for dtype in ("float64", "float32")
+        for quick in [one.layout in QUICK and dtype == "float64"]
+    ],
 )
-def test_a_planted_fault_is_caught_and_named(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_caught_and_named(fault: Fault, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault.plant(monkeypatch)
     with Pool(Layout.parse(fault.layout).ranks) as with_it:
-        report = compare(fault.layout, fault.settings, with_it, fault.steps)
+        report = compare(fault.layout, fault.settings, with_it, fault.steps, dtype)
     assert not report.agree
     assert any(said.startswith(fault.named) for said in report.faults), report.faults
     gradients = [said for said in report.faults if said.startswith("gradient ")]
@@ -337,8 +342,9 @@ def test_a_planted_fault_is_caught_and_named(fault: Fault, monkeypatch: pytest.M
     ("line", "settings"), sorted({(fault.layout, fault.settings) for fault in FAULTS}), ids=lambda value: str(value)
 )
 def test_without_a_fault_the_same_comparison_agrees(line: str, settings: tuple[str, ...], pool: Pool) -> None:
-    report = compare(line, settings, pool, steps=4)
-    assert report.agree, report.faults
+    for dtype in ("float64", "float32"):
+        report = compare(line, settings, pool, 4, dtype)
+        assert report.agree, report.faults
 
 
 def test_a_layout_that_disagrees_exits_with_one_and_names_the_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,6 +354,6 @@ def test_a_layout_that_disagrees_exits_with_one_and_names_the_parameter(monkeypa
     assert "head.out.weight" in outcome.output
 
 
-def compare(line: str, settings: tuple[str, ...], pool: Pool, steps: int) -> Report:
+def compare(line: str, settings: tuple[str, ...], pool: Pool, steps: int, dtype: str = "float64") -> Report:
     config = load(RUN, ("model.layers=3", "data.seq_len=16", *settings))
-    return verify(config, Layout.parse(f"{line},dtype=float64"), pool, steps)
+    return verify(config, Layout.parse(f"{line},dtype={dtype}"), pool, steps)

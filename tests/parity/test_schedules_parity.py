@@ -146,6 +146,7 @@ def test_recomputation_agrees_under_a_split_backward_pass(schedule: str, recompu
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_a_schedule_agrees_in_float32_to_its_precision(schedule: str, eight: Pool) -> None:
     report = verify(read(), Layout.parse(f"pp=2:{schedule},mb=8,dtype=float32"), eight)
+    assert report.agree, report.faults
     assert max(report.max_rel["loss"], report.max_rel["grad_norm"]) < 2e-5, report.max_rel
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from whole_runs import Shoal, events, make_store, sets, write_run
+from whole_runs import Shoal, events, make_store, refused, sets, write_run
 
 from shoal.layout import Layout
 
@@ -78,8 +78,13 @@ def test_a_run_without_steps_left_has_nothing_to_trace(
     store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, shoal = write_run(tmp_path, store), Shoal(capfd, monkeypatch)
-    for _ in range(2):
-        result = shoal("train", file, "--trace", *sets(run__steps=1))
-        assert result.code == 0
-    assert "complete" in result.out
-    assert [(one["first"], one["steps"]) for one in events(tmp_path / "out" / "run", "trace")] == [(1, 1)]
+    traced, saved = ("train", file, "--trace"), tmp_path / "out" / "run" / "step-00000001"
+    stopped = sets(run__steps=2, run__stop=1)
+    assert shoal(*traced, *stopped).code == 0
+    for more, key in ((sets(run__steps=1), "run.steps"), (stopped, "run.stop")):
+        problem = "the run is complete, and no step after 1 is left to trace; start anew with --fresh, or raise "
+        refused(shoal(*traced, *more), f"--trace = {saved}: {problem}{key}")
+    assert shoal("train", file, *stopped).code == 0, "without --trace there is nothing wrong with it"
+    assert shoal(*traced, *sets(run__steps=2)).code == 0
+    assert [(one["first"], one["steps"]) for one in events(tmp_path / "out" / "run", "trace")] == [(1, 1), (2, 1)]
+    assert shoal(*traced, "--fresh", *sets(run__steps=1)).code == 0

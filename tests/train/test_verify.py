@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import save_file
 
 from shoal import flow as flow_module
 from shoal.config import Config, load
@@ -79,6 +82,37 @@ def test_a_layout_that_rounds_is_refused_and_told_which_one_to_verify(options: s
 def test_tensors_are_compared_after_drains(line: str, compared: list[set[int]]) -> None:
     lengths = (1, 2, 3, 4, 7) if len(compared) > 2 else (1, 2)
     assert [verify_module._compared(exact(line), steps) for steps in lengths] == compared
+
+
+ROUNDED, OFF = (1e-7, 1e-4), ((3e-5, 0.0), (0.0, 3e-4), (0.0, 5e-4), (1e-5, 3.9e-4))
+"""By step: what one process rounds, and by how much layouts are off."""
+
+
+@pytest.mark.parametrize(("off", "agrees"), [*zip(OFF, (False, True, False, True), strict=True)])
+def test_float32_is_allowed_what_one_process_rounds_a_few_times_over(
+    off: tuple[float, float], agrees: bool, tmp_path: Path
+) -> None:
+    """Of the same step: where nothing is amplified yet, no more than ever."""
+    exact = torch.ones(4, dtype=torch.float64)
+    for step, scales in enumerate(zip((0.0, 0.0), ROUNDED, off, strict=True)):
+        for name, scale in zip(("truth", "rounded", "rank0"), scales, strict=True):
+            kept = {f"{kind} w@0:4": exact * (1 + scale) for kind in ("gradient", "weight")}
+            save_file(kept, tmp_path / f"{name}-{step}")
+    scalars = [verify_module._Scalars(1.0, 1.0)] * 2
+    report = verify_module._compare(Layout.parse("dp=1"), 2, tmp_path, scalars, [scalars])
+    assert report.agree == agrees, report.faults
+    worst = max((0, 1), key=lambda step: off[step] / max(2e-5, 4 * ROUNDED[step]))
+    assert report.max_rel["grad"] == pytest.approx(off[worst])
+    assert report.allowed["grad"] == report.allowed["weight"] == pytest.approx((2e-5, 4e-4)[worst])
+    assert (report.allowed["loss"], report.rounding) == (2e-5, pytest.approx(1e-4))
+    assert re.search(r"one process in float32 itself +1\.0e-04", shown(report))
+
+
+def test_float32_agrees_with_one_process_in_float64(pool: Pool) -> None:
+    report = verify(read(), Layout.parse("dp=2,mb=2"), pool, 3)
+    assert report.agree, report.faults
+    assert 1e-8 < report.rounding < 1e-3
+    assert "computes what one process in float64 computes, up to what float32 rounds." in shown(report)
 
 
 Patch = Callable[[pytest.MonkeyPatch], None]
