@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -216,9 +217,9 @@ def scattering(world: World) -> list[tuple[bool, bool]]:
     found: list[tuple[bool, bool]] = []
     after = False
 
-    def reducing(stage: int, first: int) -> None:
+    def reducing(units: Iterable[int], first: int) -> None:
         nonlocal after
-        reduce(stage, first)
+        reduce(units, first)
         after = bool(sync._scattering)  # type: ignore[attr-defined]
 
     def norming(first: int) -> None:

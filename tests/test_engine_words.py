@@ -91,6 +91,19 @@ def test_zero_1_and_2_move_no_more_than_an_all_reduce(line: str, pool: Pool) -> 
     assert received(pool, read("tiny"), line) == [exactly({**expected, "world/norm": 2 * ring(n)})] * n
 
 
+@pytest.mark.parametrize(("w", "servers", "more"), [(2, 1, ""), (4, 1, ",mb=2"), (4, 2, "{stale=2}")])
+def test_a_server_receives_what_the_others_push(w: int, servers: int, more: str, pool: Pool) -> None:
+    """(W−1)·Ψ/N of gradients and (N−1)/N·Ψ of parameters; another rank Ψ of parameters; together 2(W−1)·Ψ, as an
+    all-reduce. One that is behind moves no more, from when it has something to apply."""
+    found = received(pool, read("tiny"), f"dp={w},sync=server/{servers}{more}")
+    for rank, words in enumerate(found):
+        serves = rank < servers
+        assert words["dp/gradients"] == ((w - 1) * PSI / servers if serves else 0)
+        late = "stale" in more  # the second step of three that come before the first update
+        assert words.get("dp/parameters", 0) == (0 if late else (servers - 1) * PSI / servers if serves else PSI)
+        assert sum(n for key, n in words.items() if key not in ("dp/gradients", "dp/parameters")) < 16
+
+
 @pytest.mark.parametrize(("line", "buckets"), [("dp=4,zero=1", 1), ("dp=4,zero=2", 1), ("dp=4,zero=3", 6)])
 def test_zero_pads_each_bucket_by_less_than_a_word_a_rank(line: str, buckets: int, pool: Pool) -> None:
     for words in received(pool, read("tiny6"), line):

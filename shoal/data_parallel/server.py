@@ -127,6 +127,7 @@ class Server(Sync):
                     part = part.clone() if self._stale else part
                     going.append(start_pull(part, group, "parameters", place))
             if coming:
+                flat.see()  # writes from here on are in the way
                 self._coming[number] = coming
         self._going.append(going)
 
