@@ -58,6 +58,7 @@ class _Run:
         self.source, self.validation = open_splits(config)
         self.size = batch_size(config)
         self.engine: Engine = make_engine(config, layout, world)
+        self.engine.overlap = True  # nobody here reads parameters but through it
         self.steps = last_step(config)
         self.memory = remember(config, self.source)
         self.sinks: list[Sink] = []

@@ -106,8 +106,8 @@ def learning_rate(config: Config) -> Callable[[int], float]:
 
 
 def make_engine(config: Config, layout: Layout, world: World) -> Engine:
-    """The engine of a run file under ``layout``, whose parameters nobody reads between steps but through it."""
-    engine = Engine(
+    """The engine of a run file under ``layout``."""
+    return Engine(
         make_model(config, layout),
         layout,
         optimizer=config.optimizer,
@@ -115,5 +115,3 @@ def make_engine(config: Config, layout: Layout, world: World) -> Engine:
         seed=config.run.seed,
         world=world,
     )
-    engine.overlap = True
-    return engine
