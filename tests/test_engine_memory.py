@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from shoal import build
 from shoal.comm.world import World
 from shoal.config import Config, load
 from shoal.engine import Engine
 from shoal.layout import Layout
 from shoal.meter import Meter
 from shoal.train.pool import Pool
-from shoal.train.setup import make_engine, make_model, open_data
+from shoal.train.setup import make_engine, make_model, materialise_alone, open_data
 
 RUNS = Path(__file__).parents[1] / "runs"
 STATES = ("parameters", "gradients", "moments")
@@ -230,3 +231,49 @@ def test_what_is_divided_is_made_a_bucket_at_a_time(line: str, pool: Pool) -> No
         assert held <= after < held + SMALL
         assert held <= peak < held + 2 * bucket * WORD + SMALL
         assert 3 * bucket < psi
+
+
+# ---- all of it at once
+
+
+def passes(config: Config) -> int:
+    """The most bytes of activations, and of what a pass works with, in one process without an engine, which has the
+    samples of one of two replicas and throws gradients away."""
+    model = make_model(config, parse("dp=1"))
+    materialise_alone(model, 0)
+    for one in model.parameters():
+        one.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    batch = open_data(config).batch(1, 0, 2)
+    with Meter() as meter:
+        meter.label("given", [*model.parameters(), *batch.values()])
+        model(batch, model.context(batch)).backward()
+        return meter.peak() - meter.live("given")
+
+
+def peak(world: World, config: Config, line: str) -> int:
+    """The most bytes that are alive in the second step. Buckets are of one layer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "BUCKET_BYTES", 1)
+        engine, source = make_engine(config, parse(line), world), open_data(config)
+    with Meter() as meter:
+        for flat in engine._sync.flats:
+            meter.label("held", [flat.params, flat.own_params, flat.grads, flat.own_grads, *flat.states.values()])
+        for step in range(2):
+            batch = source.batch(step, world.rank, world.size)
+            with meter.phase(f"step {step}"):
+                engine.step(batch)
+        return meter.peak("step 1")
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_the_peak_of_a_step_is_that_of_the_formula(zero: int, pool: Pool) -> None:
+    """Within 1 %: what the stage divides of Ψ parameters, Ψ gradients and 2Ψ moments; activations, which are most as
+    the backward pass begins; then, what is whole of the last block and the one before: gradients under stage 2 and 3,
+    parameters under stage 3."""
+    config = read("tiny", model__layers=6, model__dropout=0, data__seq_len=64, data__batch=8)
+    layers, words = parameters(config), shares(zero, 2)
+    states = words[0] + words[1] + 2 * words[2]
+    whole = {0: 0, 1: 0, 2: 1, 3: 3}[zero] * layers[1]
+    expected = (states * sum(layers) + whole) * WORD + passes(config)
+    for found in pool.run(peak, config, f"dp=2,zero={zero}", ranks=2):
+        assert found == pytest.approx(expected, rel=0.01)

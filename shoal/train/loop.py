@@ -75,6 +75,7 @@ class _Run:
         self.metering = Metering(self.folder) if memory else None
         with self.metering.building() if self.metering is not None else nullcontext():
             self.engine: Engine = make_engine(config, layout, world)
+        self.engine.overlap = True  # nobody here reads parameters but through it
         self.steps = last_step(config)
         self.memory = remember(config, self.source)
         self.sinks: list[Sink] = []

@@ -107,8 +107,8 @@ def learning_rate(config: Config) -> Callable[[int], float]:
 
 
 def make_engine(config: Config, layout: Layout, world: World) -> Engine:
-    """The engine of a run file under ``layout``, whose parameters nobody reads between steps but through it."""
-    engine = Engine(
+    """The engine of a run file under ``layout``."""
+    return Engine(
         make_model(config, layout),
         layout,
         optimizer=config.optimizer,
@@ -117,8 +117,6 @@ def make_engine(config: Config, layout: Layout, world: World) -> Engine:
         world=world,
         swap=config.memory.swap or _existing(run_folder(config)),
     )
-    engine.overlap = True
-    return engine
 
 
 def _existing(folder: Path) -> Path:

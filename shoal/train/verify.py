@@ -180,6 +180,7 @@ def run_layout(world: World, config: Config, layout: Layout, steps: int, folder:
     """Train under ``layout``; leave what this rank holds of every gradient and weight of the steps that are compared
     in ``folder``."""
     engine = make_engine(config, layout, world)
+    engine.overlap = True  # as in a run
     source, results = open_data(config), []
     gradients: list[Fragment] = []
 
