@@ -81,9 +81,10 @@ def layouts(draw: st.DrawFn) -> Layout:
     sync = draw(st.sampled_from(kinds.SYNCS))
     zero = 0 if sync == "server" else draw(st.integers(0, 1 if schedule.asynchronous else 3))
     etp = draw(divisors(abs(dp) * cp * tp))
+    away = [what for what in kinds.OFFLOAD_WHATS if not (schedule.asynchronous and what in ("params", "grads"))]
     parts = st.builds(
         Offload,
-        st.sampled_from(kinds.OFFLOAD_WHATS),
+        st.sampled_from(away),
         st.sampled_from(kinds.OFFLOAD_WHERES),
         st.one_of(st.just(1.0), st.floats(0, 1, exclude_min=True)),
     )
