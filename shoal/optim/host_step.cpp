@@ -1,9 +1,9 @@
 // AdamW (Loshchilov & Hutter 2019) on host memory, in one pass: every number is read once and written once.
 //
-// The work goes through blocks that fit the first-level cache: gradients are widened and scaled into one, parameters
-// and moments updated from it, and parameters rounded into another, which is streamed past the caches. What each loop
-// does is simple enough for the compiler to vectorise, so there is no code for a particular processor. Operations are
-// those of PyTorch's vectorised kernel, in its order and rounded where it rounds.
+// It goes block by block: parameters and moments are updated from gradients that are widened and scaled as they are
+// read; then, while they are in the first-level cache, parameters are rounded into a copy that is streamed past the
+// caches. What each loop does is simple enough for the compiler to vectorise, so there is no code for a particular
+// processor. Operations are those of PyTorch's vectorised kernel, in its order and rounded where it rounds.
 
 #include <cmath>
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 512;
+constexpr int64_t BLOCK = 128;  // elements: as many as are rounded at a time
 constexpr int64_t WORTH_THREADS = 1 << 15;
 
 enum Kind : int { NONE, FLOAT64, FLOAT32, BF16, FP16 };
@@ -82,22 +82,19 @@ struct Rates {
 };
 
 template <class T, class G>
-void widen(T* __restrict to, const G* __restrict grads, int64_t count, T factor) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; i++) {
-    if constexpr (sizeof(G) == 2)
-      to[i] = T(float(grads[i])) * factor;
-    else
-      to[i] = T(grads[i]) * factor;
-  }
+T widened(G value) {
+  if constexpr (sizeof value == 2)
+    return T(float(value));
+  else
+    return T(value);
 }
 
-template <class T>
-void update(T* __restrict params, T* __restrict exp_avg, T* __restrict exp_avg_sq, const T* __restrict grads,
+template <class T, class G>
+void update(T* __restrict params, T* __restrict exp_avg, T* __restrict exp_avg_sq, const G* __restrict grads,
             int64_t count, const Rates<T> rates) {
 #pragma omp simd
   for (int64_t i = 0; i < count; i++) {
-    const T grad = grads[i], change = grad - exp_avg[i];
+    const T grad = widened<T>(grads[i]) * rates.factor, change = grad - exp_avg[i];
     // Of the two ways to write the mean, each is the exact one at its end.
     const T mean = rates.rest1 < T(0.5) ? fused(rates.rest1, change, exp_avg[i]) : fused(rates.rest1 - 1, change, grad);
     const T square = fused(rates.rest2 * grad, grad, exp_avg_sq[i] * rates.beta2);
@@ -127,17 +124,16 @@ void stream(uint16_t* to, const uint16_t* from, int64_t count) {
 template <class T>
 void range(T* params, const void* grads, T* exp_avg, T* exp_avg_sq, uint16_t* half, int64_t from, int64_t until,
            Kind grad_kind, Kind half_kind, const Rates<T>& rates) {
-  alignas(64) T wide[BLOCK];
   alignas(64) uint16_t rounded[BLOCK];
   for (int64_t at = from; at < until; at += BLOCK) {
     const int64_t count = until - at < BLOCK ? until - at : BLOCK;
+    const auto with = [&](auto* all) { update(params + at, exp_avg + at, exp_avg_sq + at, all + at, count, rates); };
     switch (grad_kind) {
-      case FLOAT64: widen(wide, static_cast<const double*>(grads) + at, count, rates.factor); break;
-      case FLOAT32: widen(wide, static_cast<const float*>(grads) + at, count, rates.factor); break;
-      case BF16: widen(wide, static_cast<const Bf16*>(grads) + at, count, rates.factor); break;
-      default: widen(wide, static_cast<const Fp16*>(grads) + at, count, rates.factor);
+      case FLOAT64: with(static_cast<const double*>(grads)); break;
+      case FLOAT32: with(static_cast<const float*>(grads)); break;
+      case BF16: with(static_cast<const Bf16*>(grads)); break;
+      default: with(static_cast<const Fp16*>(grads));
     }
-    update(params + at, exp_avg + at, exp_avg_sq + at, wide, count, rates);
     if (half_kind == NONE) continue;
     half_kind == BF16 ? narrow<Bf16>(rounded, params + at, count) : narrow<Fp16>(rounded, params + at, count);
     stream(half + at, rounded, count);
