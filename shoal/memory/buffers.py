@@ -12,6 +12,8 @@ from bisect import insort
 import torch
 from torch import Tensor
 
+from shoal.meter import HOST, mark
+
 ALIGNMENT = 4096
 """Of addresses, in bytes: a page, and what direct I/O asks for."""
 
@@ -79,6 +81,7 @@ class Buffers:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         region = torch.frombuffer(memory, dtype=torch.uint8)
+        mark(HOST, region)
         if self._pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(region.data_ptr(), size, 0))
         self._regions.append(region)
