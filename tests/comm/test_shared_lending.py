@@ -149,6 +149,23 @@ def test_the_bytes_of_a_region_are_found_and_no_others() -> None:
     assert regions.find(start, 1000) is None
 
 
+def test_a_region_where_another_has_been_is_another() -> None:
+    regions = Regions()
+    starts, gone = set(), []
+    for number in range(20):
+        one = regions.allocate(1 << 20)
+        starts.add(one.ctypes.data)
+        assert (found := regions.find(one.ctypes.data, 1 << 20)) is not None
+        gone.append(found[0])
+        del one
+        if number % 3 == 2:
+            assert regions.ended() == gone
+            gone = []
+    assert len(starts) < 20, "none has been where another was"
+    assert regions.ended() == gone
+    assert not regions._at
+
+
 def hidden(world: World, meeting: str, what: str) -> list[object]:
     """A world in which one rank cannot read the memory of others, or has nothing to map."""
     read, allocate = neighbour._READ, Regions.allocate

@@ -28,7 +28,7 @@ from shoal.comm.backends.regions import Regions
 FOLDER = Path("/dev/shm")
 LARGEST, SMALLEST = 256 << 20, 4 << 20
 """Bytes of an arena: of that which is there for all ranks of the machine, each takes its share of a half."""
-_PREFIX, _ARENA = "shoal-", "arena"
+_PREFIX, _ARENA, _MAKING = "shoal-", "arena", "making"
 _JOINED_S = 600.0
 """A folder without an arena is being made, unless it is as old as that."""
 
@@ -107,8 +107,9 @@ def _offer(made: _Made, rank: int, ranks: Sequence[int], at_once: int) -> tuple[
         size = min(LARGEST, room.f_bavail * room.f_frsize // 2 // len(ranks)) // ALIGNMENT * ALIGNMENT
         if size < SMALLEST:
             return None
-        descriptor = made.add(folder / _ARENA, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        descriptor = made.add(folder / _MAKING, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.rename(folder / _MAKING, folder / _ARENA)  # nobody sees one without a lock that is in use
         sources = {}
         for other in ranks:
             if other != rank:

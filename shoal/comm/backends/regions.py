@@ -22,7 +22,9 @@ class Regions:
         self._starts: list[int] = []
         self._at: dict[int, tuple[int, int]] = {}
         """By address of its first byte: how long it is, and its descriptor."""
-        self._ended: deque[int] = deque()
+        self._ended: deque[tuple[int, int]] = deque()
+        """Address and descriptor of those that have gone, and that nobody has heard of."""
+        self._gone: list[int] = []
 
     def allocate(self, nbytes: int) -> np.ndarray:
         """So many bytes, zero. Raises ``OSError`` where the system has no such files, or not the memory."""
@@ -35,6 +37,7 @@ class Regions:
             raise
         found = np.frombuffer(memory, dtype=np.uint8)
         start = found.ctypes.data
+        self._forget()  # one may have been there before
         insort(self._starts, start)
         self._at[start] = nbytes, descriptor
         weakref.finalize(memory, _end, descriptor, start, self._ended)
@@ -51,15 +54,19 @@ class Regions:
 
     def ended(self) -> list[int]:
         """What were the descriptors of those that have gone since this was last asked."""
-        gone = []
-        while self._ended:
-            start = self._ended.popleft()
-            self._starts.remove(start)
-            gone.append(self._at.pop(start)[1])
+        self._forget()
+        gone, self._gone = self._gone, []
         return gone
 
+    def _forget(self) -> None:
+        while self._ended:
+            start, descriptor = self._ended.popleft()
+            self._starts.remove(start)
+            del self._at[start]
+            self._gone.append(descriptor)
 
-def _end(descriptor: int, start: int, ended: deque[int]) -> None:
+
+def _end(descriptor: int, start: int, ended: deque[tuple[int, int]]) -> None:
     """At whatever moment the last tensor goes."""
     os.close(descriptor)
-    ended.append(start)
+    ended.append((start, descriptor))
