@@ -155,7 +155,8 @@ def test_a_region_where_another_has_been_is_another() -> None:
     for number in range(20):
         one = regions.allocate(1 << 20)
         starts.add(one.ctypes.data)
-        assert (found := regions.find(one.ctypes.data, 1 << 20)) is not None
+        found = regions.find(one.ctypes.data, 1 << 20)
+        assert found is not None
         gone.append(found[0])
         del one
         if number % 3 == 2:
