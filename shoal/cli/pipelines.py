@@ -58,7 +58,7 @@ def show_schedule(
 
     Example: shoal schedule zb-v -p 4 -m 8 --picture out/zb-v.svg
     """
-    from shoal.report.pipeline import ALIKE, Times, pipeline
+    from shoal.report.pipeline import ALIKE, PassTimes, pipeline
     from shoal.report.pipeline_picture import picture_path, write_picture
     from shoal.report.pipeline_terminal import pipeline_report
     from shoal.report.pipeline_words import next_steps
@@ -80,7 +80,7 @@ def show_schedule(
             raise ConfigError(setting(option, given, "is about the model of a run file", "name it with --run RUN.toml"))
     ranks, micro_batches = _given("-p", ranks), _given("-m", micro_batches)
     with console.status("looking for the best order") if name == "list" and not json else nothing():
-        seen = pipeline(name, ranks, micro_batches, chunks, ALIKE if times is None else Times.parse(times), memory)
+        seen = pipeline(name, ranks, micro_batches, chunks, ALIKE if times is None else PassTimes.parse(times), memory)
     if picture is not None:
         write_picture(seen, picture)
     if json:

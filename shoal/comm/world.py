@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -221,18 +221,21 @@ class World:
 
     def close(self) -> None:
         """Destroy every group. A second call does nothing."""
-        if self._store is not None:
-            if self.rank == 0 and self._heard:
-                self._until_heard()
-            self._store = None
-            for backend in self._backends.values():
-                backend.close()
-            self._backends.clear()
-            if self._links:
-                self._links.close()
-                self._links = None
+        if self._store is None:
+            return
+        with ExitStack() as last:  # each of these whatever becomes of the others
             if self._made_default:  # whoever has made it before is to end it
-                dist.destroy_process_group()
+                last.callback(dist.destroy_process_group)
+            if self._links:
+                last.callback(self._links.close)
+            for backend in self._backends.values():
+                last.callback(backend.close)
+            try:
+                if self.rank == 0 and self._heard:
+                    self._until_heard()
+            finally:
+                self._store = self._links = None
+                self._backends.clear()
 
     def __enter__(self) -> World:
         return self

@@ -12,31 +12,22 @@ from shoal.data_parallel.buckets import Slot
 from shoal.data_parallel.flat import Flat
 from shoal.errors import ConfigError
 from shoal.meter import mark
+from shoal.model import own_grad
+from shoal.model.own_grad import Contribution as Contribution  # what entries are made of
+from shoal.model.own_grad import Deferred
 from shoal.purposes import GRADIENTS
 
 _NONE = torch.empty(0)
 """In place of a gradient that there is not yet."""
 
 
-Contribution = Callable[[], None]
-"""Makes a part of a weight's gradient, and enters it."""
-
-
-class Later:
-    """Contributions that are not entered at once: those that are to be made later, while there is a place for them
-    (``kept``), which a backward pass that makes the gradients of inputs alone sets (Qi et al. 2023, 2401.10241); and
-    the one that is on its way from other ranks while the backward pass goes on."""
+class Later(Deferred):
+    """Contributions that are not entered at once: those that are to be made later, and the one that is on its way from
+    other ranks while the backward pass goes on."""
 
     def __init__(self) -> None:
-        self.kept: list[Contribution] | None = None
+        super().__init__()
         self._coming: Contribution | None = None
-
-    def keep(self, contribution: Contribution) -> bool:
-        """Whether a contribution now waits; else it is to be made at once."""
-        if self.kept is None:
-            return False
-        self.kept.append(contribution)
-        return True
 
     def expect(self, contribution: Contribution) -> None:
         """One is under way, and the one before has had its time."""
@@ -172,7 +163,7 @@ class InBuffer(Main):
 
 class AsMade(Main):
     """A gradient that nobody shares: the tensor that autograd or the first contribution has made, which saves a pass
-    over memory. Until it is complete it is the parameter's ``grad``."""
+    over memory. Until it is complete it is the parameter's ``grad`` (:mod:`shoal.model.own_grad`)."""
 
     buffered = False
     _aside = _NONE
@@ -204,20 +195,18 @@ class AsMade(Main):
 
     def add(self, gradient: Tensor) -> None:
         self._make_ready(self)
-        parameter = self.held.parameter
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        _made(parameter)
+        own_grad.add(self.held.parameter, gradient)
+        _made(self.held.parameter)
 
     def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
-        self.add((gradient * scale).to(self.held.parameter.dtype))
+        self._make_ready(self)
+        own_grad.add_scaled(self.held.parameter, gradient, scale)
+        _made(self.held.parameter)
 
     def _add_product(self, left: Tensor, right: Tensor) -> None:
-        grad = self.held.parameter.grad
-        if grad is None:
-            self.add(left.t() @ right)
-        else:
-            self._make_ready(self)
-            grad.addmm_(left.t(), right)
+        self._make_ready(self)
+        own_grad.add_product(self.held.parameter, left, right)
+        _made(self.held.parameter)
 
 
 def _made(parameter: Tensor) -> None:

@@ -24,8 +24,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.errors import ConfigError
 from shoal.meter import Meter
+from shoal.model import own_grad
 from shoal.model.context import Batch
 from shoal.model.linear import attach_sink
+from shoal.model.own_grad import Contribution, Deferred
 from shoal.model.task import Task, check_module
 from shoal.pipeline.arrival import arrive
 from shoal.pipeline.layer_costs import LayerCosts, by_stage
@@ -35,8 +37,6 @@ __all__ = ["LayerCosts", "by_stage", "measure"]
 T = TypeVar("T")
 Layer = Callable[[Any, Any], Any]
 """A layer as a function of its input and the micro-batch's context. Between layers may be tensors in containers."""
-Contribution = Callable[[], None]
-"""Makes a part of the gradient of a weight."""
 
 
 def measure(
@@ -60,8 +60,8 @@ def measure(
     for name, parameter in task.module.named_parameters():
         if parameter.is_meta:
             raise ConfigError(f"measure: {name} has no values; give it some first, by shoal.local.materialise for one")
-    with _as_it_was(task.module) as later, torch.enable_grad():
-        layers = _Layers(task, batch, later, runs)
+    with _as_it_was(task.module) as deferred, torch.enable_grad():
+        layers = _Layers(task, batch, deferred, runs)
         rounds = repeats + 2  # the first gets things warm, the last counts bytes
         times = []
         for done in range(1, rounds):
@@ -93,57 +93,38 @@ def _trained(layer: nn.Module) -> int:
     return sum(one.numel() * one.element_size() for one in layer.parameters() if one.requires_grad)
 
 
-class _Later:
-    """Where weights' gradients wait while an input-gradient pass runs; elsewhere they are made at once."""
+class _Alone:
+    """The gradient of a weight that no other rank has: as the engine keeps it."""
 
-    def __init__(self) -> None:
-        self.kept: list[Contribution] | None = None
-
-
-class _Sink:
-    """Adds to ``grad``, as the engine does where no other rank has the parameter."""
-
-    def __init__(self, parameter: nn.Parameter, later: _Later) -> None:
-        self._parameter, self._later = parameter, later
-
-    def later(self, contribution: Contribution) -> bool:
-        if self._later.kept is None:
-            return False
-        self._later.kept.append(contribution)
-        return True
+    def __init__(self, parameter: nn.Parameter, deferred: Deferred) -> None:
+        self._parameter, self.later = parameter, deferred.keep
 
     def add_arriving(self, arrive: Callable[[], Tensor]) -> None:
         self.add(arrive())
 
     def add(self, gradient: Tensor) -> None:
-        grad = self._parameter.grad
-        self._parameter.grad = gradient if grad is None else grad.add_(gradient)
+        own_grad.add(self._parameter, gradient)
 
     def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
-        self.add((gradient * scale).to(self._parameter.dtype))
+        own_grad.add_scaled(self._parameter, gradient, scale)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        if not self.later(partial(self._add_product, left, right)):
-            self._add_product(left, right)
-
-    def _add_product(self, left: Tensor, right: Tensor) -> None:
-        if (grad := self._parameter.grad) is None:
-            self.add(left.t() @ right)
-        else:
-            grad.addmm_(left.t(), right)
+        product = partial(own_grad.add_product, self._parameter, left, right)
+        if not self.later(product):
+            product()
 
 
 @contextmanager
-def _as_it_was(module: nn.Module) -> Iterator[_Later]:
+def _as_it_was(module: nn.Module) -> Iterator[Deferred]:
     """Weights' gradients of ``module`` can wait, until it, and PyTorch's generators, are as they were."""
-    later = _Later()
+    deferred = Deferred()
     weights = [one for one in module.parameters() if one.requires_grad and one.ndim == 2]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     for weight in weights:
-        attach_sink(weight, _Sink(weight, later))
+        attach_sink(weight, _Alone(weight, deferred))
     try:
         with torch.random.fork_rng():
-            yield later
+            yield deferred
     finally:
         for weight in weights:
             del weight.sink  # type: ignore[attr-defined]
@@ -209,8 +190,8 @@ class _Bytes(NamedTuple):
 class _Layers:
     """The layers of a task, on one micro-batch."""
 
-    def __init__(self, task: Task, batch: Batch, later: _Later, runs: Sequence[Layer] | None) -> None:
-        self._task, self._batch, self._later = task, batch, later
+    def __init__(self, task: Task, batch: Batch, deferred: Deferred, runs: Sequence[Layer] | None) -> None:
+        self._task, self._batch, self._deferred = task, batch, deferred
         runs = runs or [partial(task.apply_layer, layer) for _, layer in task.layers()]
         self._runs: list[Layer] = [*runs[:-1], lambda x, ctx: task.loss(runs[-1](x, ctx), ctx)]
         self._device = next(iter(batch.values())).device
@@ -233,12 +214,12 @@ class _Layers:
         forward = self._now() - begin
         ends = [one for one in _tensors(y) if one.requires_grad]
         gradients = [torch.ones_like(one) for one in ends]
-        self._later.kept = waiting
+        self._deferred.kept = waiting
         begin = self._now()
         if ends:
             torch.autograd.backward(ends, gradients)
         input_gradient = self._now() - begin
-        self._later.kept = None
+        self._deferred.kept = None
         weight_gradient = 0.0
         if waiting:
             begin = self._now()
@@ -276,10 +257,10 @@ class _Layers:
         del graph
 
         graph, waiting = self._forward(number, given, self._context()), list[Contribution]()
-        self._later.kept = waiting
+        self._deferred.kept = waiting
         with peak("input_gradient_peak"):
             graph.backward()
-        self._later.kept = None
+        self._deferred.kept = None
         graph.gradients.clear()  # what waits may refer to the graph, and that to them; they go to the stage before
         given_in, made, output = graph.inputs, graph.made, sum(one.nbytes for one in graph.outputs)
         del graph

@@ -151,7 +151,7 @@ def compare(programs: Sequence[Program], events: Sequence[Sequence[Event]]) -> C
     ran = [{event.act: event for event in one if event.act.op in PASSES} for one in events]
     begin = min(event.ready for one in ran for event in one.values())
     home = placement(programs)
-    simulated = simulate(programs, costs_of(chain.from_iterable(events), len(home), message(events, home) or 0.0))
+    simulated = simulate(programs, pass_costs(chain.from_iterable(events), len(home), message(events, home) or 0.0))
     passes = tuple(
         Timed(rank, span.act, event.took, event.stop - begin, span.stop)
         for rank, spans in enumerate(simulated.spans)
@@ -181,7 +181,7 @@ class PassCosts(Costs):
         return super().time(act)
 
 
-def costs_of(events: Iterable[Event], stages: int, transfer: float = 0.0) -> PassCosts:
+def pass_costs(events: Iterable[Event], stages: int, transfer: float = 0.0) -> PassCosts:
     """The mean times of passes, in seconds; none of a pass that a stage has not. What they hold is not measured."""
     times: dict[tuple[Op, int], list[float]] = defaultdict(list)
     for event in events:

@@ -25,7 +25,7 @@ from shoal.pipeline.program import Programs
 from shoal.pipeline.simulate import Costs, even, simulate
 from shoal.pipeline.stages import balanced
 from shoal.pipeline.versions import live_versions
-from shoal.report.pipeline import Pipeline, Times, on_the_clock, shown_of
+from shoal.report.pipeline import PassTimes, Pipeline, on_the_clock, shown_of
 from shoal.report.pipeline_terminal import Timeline
 from shoal.report.pipeline_words import by_rank, figures, headline, times_words
 from shoal.report.wording import units_text
@@ -180,11 +180,11 @@ def _blocks(stages: Sequence[range], layers: int | None) -> tuple[int, ...]:
     return tuple(sum(unit not in ends for unit in stage) for stage in stages)
 
 
-def _times(costs: LayerCosts | Costs, ranks: int, transfer: float) -> Times:
+def _times(costs: LayerCosts | Costs, ranks: int, transfer: float) -> PassTimes:
     """What a rank takes on average, in milliseconds."""
     share = _MS / ranks
     forward, input_gradient, weight_gradient = map(sum, (costs.forward, costs.input_gradient, costs.weight_gradient))
-    return Times(share * forward, share * input_gradient, share * weight_gradient, _MS * transfer)
+    return PassTimes(share * forward, share * input_gradient, share * weight_gradient, _MS * transfer)
 
 
 def _counting(costs: Costs, layout: Layout) -> Costs:

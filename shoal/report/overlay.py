@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from shoal.errors import ConfigError, setting
 from shoal.layout import Layout
 from shoal.pipeline.program import DROP, PASSES, Act, Op, placement
-from shoal.pipeline.trace import Event, costs_of, message, programs_of, typical
+from shoal.pipeline.trace import Event, message, pass_costs, programs_of, typical
 from shoal.pipeline.trace_file import Trace, lag_of, steps_traced
 from shoal.report.overlay_steps import Step, began_anew, is_stream, simulated, whole_steps
 
@@ -192,7 +192,7 @@ def overlay(trace: Trace, step: int | None = None, rank: int = 0) -> Overlay:
     programs = programs_of(found.own)
     home = placement(programs)
     transfer = message(found.events, home)
-    costs = costs_of(chain.from_iterable(found.own), len(home), transfer or 0.0)
+    costs = pass_costs(chain.from_iterable(found.own), len(home), transfer or 0.0)
     kinds = {(act.op, act.stage) for program in programs for act in program.actions if act.op in PASSES}
     return Overlay(
         trace,

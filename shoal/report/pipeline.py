@@ -22,7 +22,7 @@ _STEADY = 2
 """Steps of a stream that are shown between its beginning and its drain."""
 
 
-class Times(NamedTuple):
+class PassTimes(NamedTuple):
     """What a micro-batch takes on a whole rank, whichever unit, and a tensor from rank to rank. A backward pass takes
     as long as its two halves, for the input and for the weights."""
 
@@ -32,7 +32,7 @@ class Times(NamedTuple):
     transfer: float = 0.0
 
     @classmethod
-    def parse(cls, text: str) -> Times:
+    def parse(cls, text: str) -> PassTimes:
         """Of ``F,I,W,C``. Raises :class:`~shoal.errors.ConfigError` where that is not what ``text`` is."""
         try:
             times = cls(*map(float, text.split(",")))
@@ -45,7 +45,7 @@ class Times(NamedTuple):
         return times
 
 
-ALIKE = Times()
+ALIKE = PassTimes()
 """F, I and W take the same, and moving on nothing: what the literature draws."""
 
 
@@ -69,7 +69,7 @@ class Pipeline:
 
     name: str
     micro_batches: int
-    times: Times
+    times: PassTimes
     home: tuple[int, ...]
     """The rank of each stage."""
     bars: tuple[tuple[Bar, ...], ...]
@@ -163,7 +163,7 @@ def pipeline(
     ranks: int,
     micro_batches: int,
     chunks: int | None = None,
-    times: Times = ALIKE,
+    times: PassTimes = ALIKE,
     memory: float | None = None,
 ) -> Pipeline:
     """The schedule ``name`` over ``ranks`` and ``micro_batches`` of a step, with ``chunks`` stages a rank: by default
@@ -193,7 +193,7 @@ def shown_of(name: str, ranks: int, micro_batches: int, chunks: int) -> Programs
     return SCHEDULES[name](ranks, micro_batches, chunks)
 
 
-def on_the_clock(name: str, micro_batches: int, times: Times, programs: Programs, costs: Costs) -> Pipeline:
+def on_the_clock(name: str, micro_batches: int, times: PassTimes, programs: Programs, costs: Costs) -> Pipeline:
     """The schedule's ``programs``, as :func:`shown_of` gives them, for ``costs`` whose memory is in micro-batches of a
     whole rank; ``times`` are what they come to for a rank."""
     ranks = len(programs)
@@ -268,7 +268,9 @@ def _bars(programs: Programs, run: Simulation, used: Sequence[Sequence[int]]) ->
     )
 
 
-def _of_stream(name: str, micro_batches: int, times: Times, stream: Programs, run: Simulation, fill: int) -> Pipeline:
+def _of_stream(
+    name: str, micro_batches: int, times: PassTimes, stream: Programs, run: Simulation, fill: int
+) -> Pipeline:
     """``fill`` steps are those in which it begins."""
     bars = _bars(stream, run, [versions_used(one) for one in stream])
     begins = [

@@ -8,7 +8,7 @@ from shlex import quote
 
 from shoal.layout.kinds import SCHEDULES
 from shoal.layout.layout import BUILT, Layout
-from shoal.report.pipeline import ALIKE, Pipeline, Times, clock, percent
+from shoal.report.pipeline import ALIKE, PassTimes, Pipeline, clock, percent
 
 _RANKS = 8
 """Ranks whose numbers are listed one by one."""
@@ -88,7 +88,7 @@ def next_steps(seen: Pipeline, drawn: bool, memory: float | None = None) -> Iter
     chunks = seen.chunks if SCHEDULES[other].any_chunks else SCHEDULES[other].chunks
     yield what, _command(other, p, SCHEDULES[other].nearest_mb(p, m)[-1], chunks, times)
     if times == ALIKE:
-        yield "with times as you measure them", _command(name, p, m, seen.chunks, Times(1, 1.2, 0.8, 0.1), memory)
+        yield "with times as you measure them", _command(name, p, m, seen.chunks, PassTimes(1, 1.2, 0.8, 0.1), memory)
     if not drawn:
         yield "a picture with all of it", f"{_command(name, p, m, seen.chunks, times, memory)} --picture out/{name}.svg"
     if _TINY.exists() and name in BUILT["pp"] and 1 < len(seen.home) <= _LAYERS:
@@ -100,7 +100,9 @@ def next_steps(seen: Pipeline, drawn: bool, memory: float | None = None) -> Iter
         yield "proof that it computes the same", f"shoal verify {_TINY} --layout {quote(str(layout))}{batch}"
 
 
-def _command(name: str, ranks: int, micro_batches: int, chunks: int, times: Times, memory: float | None = None) -> str:
+def _command(
+    name: str, ranks: int, micro_batches: int, chunks: int, times: PassTimes, memory: float | None = None
+) -> str:
     """``shoal schedule`` with what is not as it is by itself."""
     command = f"shoal schedule {name} -p {ranks} -m {micro_batches}"
     if chunks != SCHEDULES[name].chunks:

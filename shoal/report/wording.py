@@ -12,7 +12,7 @@ from shoal.layout.kinds import SCHEDULES
 from shoal.layout.text import value_text
 from shoal.placement import Span
 from shoal.report.ownership import Section, Share
-from shoal.report.pipeline import ALIKE, Pipeline, Times, clock, pipeline
+from shoal.report.pipeline import ALIKE, PassTimes, Pipeline, clock, pipeline
 from shoal.report.tensor_words import tensor_meaning
 
 T = TypeVar("T")
@@ -133,7 +133,7 @@ def _pipeline_cost(layout: Layout) -> str:
 
 
 def _seen(layout: Layout) -> Pipeline:
-    times = ALIKE if layout.list_times is None else Times(*layout.list_times)
+    times = ALIKE if layout.list_times is None else PassTimes(*layout.list_times)
     return _pipeline(layout.schedule, layout.pp, layout.mb, layout.chunks, times, layout.list_memory)
 
 

@@ -237,6 +237,34 @@ def test_groups_end_with_their_world_even_when_it_ends_by_an_error(pool: Pool, t
     assert pool.run(leave_by_error, str(tmp_path / "store"), ranks=2) == [False] * 2
 
 
+class Gone:
+    """A store that nobody serves any more."""
+
+    def add(self, *_: object) -> int:
+        raise RuntimeError("the store is gone")
+
+
+def leave_while_the_store_fails(world: World, meeting: str) -> tuple[bool, int]:
+    """Whether closing failed, and how many files it left open."""
+    before, failed = len(os.listdir("/proc/self/fd")), False
+    inner = World(world.rank, world.size, dist.FileStore(meeting, world.size), name="again", timeout_s=10)
+    inner.hear_first("ready")
+    barrier(inner.everyone)
+    inner._store = Gone()  # type: ignore[assignment]
+    try:
+        inner.close()
+    except RuntimeError:
+        failed = True
+    inner.close()
+    return failed, len(os.listdir("/proc/self/fd")) - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux lists them")
+def test_what_a_world_has_open_is_closed_though_nobody_hears_its_last_word(pool: Pool, tmp_path: Path) -> None:
+    left = pool.run(leave_while_the_store_fails, str(tmp_path / "store"), ranks=2)
+    assert left == [(True, 0), (False, 0)]
+
+
 def test_a_group_is_asked_for_by_its_members_in_order() -> None:
     with pytest.raises(AssertionError, match="is not in"):
         World().group((1,), "dp")

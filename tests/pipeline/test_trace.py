@@ -11,7 +11,7 @@ from shoal.pipeline.schedules.dualpipe_v import dualpipe_v
 from shoal.pipeline.schedules.one_f_one_b import one_f_one_b
 from shoal.pipeline.schedules.zb_v import zb_v
 from shoal.pipeline.simulate import Simulation, even, simulate
-from shoal.pipeline.trace import Event, Recorder, compare, costs_of, message, programs_of, transfers
+from shoal.pipeline.trace import Event, Recorder, compare, message, pass_costs, programs_of, transfers
 
 ACTS = [Act(Op.RECEIVE_ACTIVATION, 1, 0, 0), Act(Op.FORWARD, 1, 0), Act(Op.BACKWARD, 1, 0), Act(Op.UPDATE)]
 
@@ -133,7 +133,7 @@ def test_passes_take_what_they_took_on_average_but_for_waiting() -> None:
         Event(Act(Op.WEIGHT_GRADIENT, 0, 1), 16.0, 16.0, 16.0, 17.0),
         Event(Act(Op.UPDATE), 17.0, 17.0, 17.0, 99.0),
     ]
-    costs = costs_of(events, stages=2, transfer=0.5)
+    costs = pass_costs(events, stages=2, transfer=0.5)
     taken = [costs.time(event.act) for event in events]
     assert taken == [3.0, 3.0, 5.0, 2.0, 1.0, 0.0], "a whole backward pass is not the sum of two halves of others"
     assert costs.time(Act(Op.BACKWARD, 1, 0)) == costs.time(Act(Op.FORWARD, 1, 0)) == 0.0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.report.pipeline import Pipeline, Times, pipeline
+from shoal.report.pipeline import PassTimes, Pipeline, pipeline
 from shoal.report.pipeline_colours import DARK, LIGHT, WORDS, Theme, contrast, tone
 from shoal.report.pipeline_picture import picture_path, pipeline_html, pipeline_svg, write_picture
 from shoal.report.svg import text_width
@@ -21,8 +21,8 @@ PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 DOCUMENTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), (4, 8)),
     **dict.fromkeys(("pipedream", "pipedream-vertical", "2bw"), (4, 4)),
-    "1f1b-overlap": (4, 8, None, Times(transfer=0.5)),
-    "list": (4, 8, 2, Times(1, 1.5, 0.5)),
+    "1f1b-overlap": (4, 8, None, PassTimes(transfer=0.5)),
+    "list": (4, 8, 2, PassTimes(1, 1.5, 0.5)),
 }
 LARGE = [(name, 8, 16, None) for name in ("1f1b", "interleaved", "zb-v", "dualpipe-v", "pipedream", "2bw")]
 SIZES: list[tuple[Any, ...]] = [
@@ -32,7 +32,7 @@ SIZES: list[tuple[Any, ...]] = [
     ("list", 2, 5, 3),
     ("1f1b", 20, 100, None),
     ("pipedream", 4, 1),
-    ("pipedream-vertical", 4, 2, None, Times(transfer=0.5)),
+    ("pipedream-vertical", 4, 2, None, PassTimes(transfer=0.5)),
 ]
 
 
@@ -149,7 +149,7 @@ def test_what_is_written_on_a_pass_can_be_read(theme: Theme, chunks: int) -> Non
 
 
 def test_passes_of_any_times_are_drawn() -> None:
-    drawn = Drawn(pipeline("zb-h1", 3, 4, times=Times(1, 0.7, 0.0, 0.3)))
+    drawn = Drawn(pipeline("zb-h1", 3, 4, times=PassTimes(1, 0.7, 0.0, 0.3)))
     assert {css for parts in drawn.passes.values() for css, *_ in parts} == {"F0", "I0"}
 
 

@@ -10,7 +10,7 @@ import pytest
 from shoal.errors import ConfigError
 from shoal.layout import Layout, kinds
 from shoal.pipeline.program import Op
-from shoal.report.pipeline import NAMES, Pipeline, Times, clock, percent, pipeline
+from shoal.report.pipeline import NAMES, PassTimes, Pipeline, clock, percent, pipeline
 from shoal.report.pipeline_words import by_rank, figures, next_steps
 
 
@@ -45,7 +45,7 @@ def test_the_numbers_of_four_ranks_and_eight_micro_batches(
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 9])
 def test_a_stream_has_no_bubble_in_its_steady_steps(ranks: int, micro_batches: int) -> None:
     """Nor does its delay change with the step: r ranks before the last, weights are ranks − 1 − r updates old."""
-    seen = pipeline("pipedream", ranks, micro_batches, times=Times(1, 1.5, 0.5))
+    seen = pipeline("pipedream", ranks, micro_batches, times=PassTimes(1, 1.5, 0.5))
     assert seen.makespan == pytest.approx(3 * micro_batches)
     assert [seen.bubble_per_work, seen.bubble_share, seen.bubble_within] == pytest.approx([0, 0, 0])
     assert seen.weight_versions == seen.peaks == tuple(range(ranks, 0, -1))
@@ -103,16 +103,16 @@ def test_json_says_all_of_it(name: str) -> None:
 
 def test_the_list_is_made_for_the_times() -> None:
     """Where a backward pass for the weights is short, it beats the order that expects it to fill the bubble."""
-    times = Times.parse("1,1.5,0.5,0")
+    times = PassTimes.parse("1,1.5,0.5,0")
     assert pipeline("list", 4, 8, 2, times).makespan < pipeline("zb-v", 4, 8, times=times).makespan
     assert pipeline("list", 4, 8, 1, times).makespan <= pipeline("zb-h1", 4, 8, times=times).makespan
 
 
 def test_moving_on_takes_time() -> None:
-    slow = pipeline("1f1b", 4, 8, times=Times(transfer=0.5))
+    slow = pipeline("1f1b", 4, 8, times=PassTimes(transfer=0.5))
     assert slow.work == 24
     assert slow.makespan > 33 + 2 * 3 * 0.5
-    assert pipeline("1f1b-overlap", 4, 8, times=Times(transfer=0.5)).makespan < slow.makespan
+    assert pipeline("1f1b-overlap", 4, 8, times=PassTimes(transfer=0.5)).makespan < slow.makespan
 
 
 # ---- refusals
@@ -146,11 +146,11 @@ def test_a_schedule_may_be_given_the_stages_that_it_has() -> None:
 @pytest.mark.parametrize("text", ["", "1,1,1", "1,1,1,0,0", "1,1,x,0", "-1,1,1,0", "nan,1,1,0", "inf,1,1,0", "0,0,0,1"])
 def test_times_are_four_numbers(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--times = .*: .*; use four numbers from 0"):
-        Times.parse(text)
+        PassTimes.parse(text)
 
 
 def test_times_are_read() -> None:
-    assert Times.parse("1, 2,.5,0") == Times(1, 2, 0.5, 0)
+    assert PassTimes.parse("1, 2,.5,0") == PassTimes(1, 2, 0.5, 0)
 
 
 # ---- words
@@ -191,12 +191,12 @@ def test_what_to_try_next_can_be_done(name: str, micro_batches: int) -> None:
 
 
 def test_what_to_try_next_keeps_what_was_asked_for() -> None:
-    times = Times(1, 1 / 3, 1e-7, 0.5)
+    times = PassTimes(1, 1 / 3, 1e-7, 0.5)
     seen = pipeline("list", 2, 4, 2, times, memory=2.5)
     listed, *_ = commands = [shlex.split(command) for _, command in next_steps(seen, drawn=False, memory=2.5)]
     assert listed[:3] == ["shoal", "schedule", "zb-v"]
     schedules = [command for command in commands if command[1] == "schedule"]
-    assert all(Times.parse(command[command.index("--times") + 1]) == times for command in schedules)
+    assert all(PassTimes.parse(command[command.index("--times") + 1]) == times for command in schedules)
     assert ["--memory" in command for command in schedules] == [False, True]
     (verify,) = [command for command in commands if command[1] == "verify"]
     layout = Layout.parse(verify[verify.index("--layout") + 1])

@@ -6,50 +6,32 @@ pass on what the rank that it waits for is waiting for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import ParamSpec
 
-from torch import Tensor
-
-from shoal.comm.backends import Backend, Reduction, Work
+from shoal.comm.backends import Backend, Work
 
 Wait = Callable[[], object]
+Arguments = ParamSpec("Arguments")
 
 
 class Beside:
     """``backend``, each of whose waits is a call of ``beside``, which waits while it does other things."""
 
     def __init__(self, backend: Backend, beside: Callable[[Wait], None]) -> None:
-        self._backend, self._beside = backend, beside
+        def waited(start: Callable[Arguments, Work]) -> Callable[Arguments, Work]:
+            return lambda *these, **named: _Waited(start(*these, **named), beside)
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Work:
-        return _Waited(self._backend.all_reduce(tensor, reduction), self._beside)
-
-    def all_gather(self, parts: Sequence[Tensor]) -> Work:
-        return _Waited(self._backend.all_gather(parts), self._beside)
-
-    def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor]) -> Work:
-        return _Waited(self._backend.reduce_scatter(out, parts), self._beside)
-
-    def exchange(self, into: Tensor, taken: Sequence[int], out: Tensor, given: Sequence[int]) -> Work:
-        return _Waited(self._backend.exchange(into, taken, out, given), self._beside)
-
-    def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return _Waited(self._backend.broadcast(tensor, source), self._beside)
-
-    def reduce(self, tensor: Tensor, root: int, reduction: Reduction = "sum") -> Work:
-        return _Waited(self._backend.reduce(tensor, root, reduction), self._beside)
-
-    def send(self, tensor: Tensor, to: int, tag: int) -> Work:
-        return _Waited(self._backend.send(tensor, to, tag), self._beside)
-
-    def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
-        return _Waited(self._backend.receive(tensor, source, tag), self._beside)
-
-    def barrier(self) -> Work:
-        return _Waited(self._backend.barrier(), self._beside)
-
-    def close(self) -> None:
-        self._backend.close()
+        self.all_reduce = waited(backend.all_reduce)
+        self.all_gather = waited(backend.all_gather)
+        self.reduce_scatter = waited(backend.reduce_scatter)
+        self.exchange = waited(backend.exchange)
+        self.broadcast = waited(backend.broadcast)
+        self.reduce = waited(backend.reduce)
+        self.send = waited(backend.send)
+        self.receive = waited(backend.receive)
+        self.barrier = waited(backend.barrier)
+        self.close = backend.close
 
 
 class _Waited:
