@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench import ddp, pipeline, single, tensor, zero
+from bench import ddp, pipeline, server, single, tensor, zero
 from bench.check import ALONE, check
 from bench.pairs import CHECKED, SHOAL, Clocks, Contest, Outcome, Ratio, joined, over_ranks, ratio, rounds, take_turns
 from bench.realtime import permitted
@@ -41,6 +41,9 @@ CONTESTS = {
     "zero1": Contest("dp=2,zero=1", zero.OPTIMIZER_STATES),
     "zero2": Contest("dp=2,zero=2", zero.GRADIENTS),
     "zero3": Contest("dp=2,zero=3", zero.PARAMETERS),
+    "server": Contest("dp=2,sync=server", server.PEERS),
+    "server4": Contest("dp=4,sync=server", server.PEERS),
+    "servers4": Contest("dp=4,sync=server/4", server.PEERS),
     "tensor": Contest("tp=2", tensor.PEERS),
     "gpipe": Contest("pp=2:gpipe", pipeline.GPIPE, mbs=(4, 8)),
     "1f1b": Contest("pp=2:1f1b", pipeline.ONE_F_ONE_B, mbs=(4, 8)),

@@ -64,6 +64,7 @@ def shoal(case: Case, layout: Layout, world: World) -> Step:
 
     def step(batch: Batch) -> tuple[float, float]:
         result = engine.step(batch)
+        engine.drain()  # what is still on its way is a part of the step
         return result.loss, result.grad_norm
 
     return step

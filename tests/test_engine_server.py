@@ -56,14 +56,16 @@ def course(world: World, config: Config, line: str) -> tuple[list[StepResult], l
     return results, weights(engine)
 
 
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "gloo"])
 @pytest.mark.parametrize(
-    "line",
+    ("line", "share"),
     [
-        "dp=2,sync=server{stale=1}",
-        "dp=3,sync=server/2{stale=2},mb=2",
-        "dp=4,sync=server/3{stale=1;reduce=max}",
-        "dp=3,sync=server{reduce=sum}",
+        ("dp=3,sync=server/2{stale=2},mb=2", True),
+        ("dp=2,sync=server{stale=1}", False),
+        *(
+            pytest.param(line, share, marks=pytest.mark.parity)
+            for line in ("dp=4,sync=server/3{stale=1;reduce=max}", "dp=3,sync=server{reduce=sum}", "dp=4,sync=server/2")
+            for share in (True, False)
+        ),
     ],
 )
 def test_steps_are_those_of_the_recurrence_over_whatever_carries_them(line: str, share: bool, pool: Pool) -> None:
@@ -101,6 +103,8 @@ def test_a_result_comes_when_its_gradients_have_been_applied(stale: int, pool: P
 
 # ---- who waits for whom
 
+LATER = ((2, True), (1, False))
+
 
 def ahead(world: World, line: str, folder: Path) -> int:
     """The last rank begins when the others have ended as many steps as they may be ahead of it; or never, if they
@@ -120,8 +124,9 @@ def ahead(world: World, line: str, folder: Path) -> int:
     return engine.finished()[-1].step
 
 
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "gloo"])
-@pytest.mark.parametrize("stale", [1, 2])
+@pytest.mark.parametrize(
+    ("stale", "share"), [(1, True), (2, False), *(pytest.param(*one, marks=pytest.mark.parity) for one in LATER)]
+)
 def test_ranks_may_be_so_many_steps_ahead_of_one_that_has_not_begun(
     stale: int, share: bool, pool: Pool, tmp_path: Path
 ) -> None:
@@ -152,8 +157,14 @@ def resumed(world: World, line: str, folder: Path) -> tuple[bool, int, set[str],
     return alike, kept["updates"], set(manifest.tensors), saved, weights(whole)
 
 
-@pytest.mark.parametrize("line", ["dp=3,sync=server/2,dtype=float64", "dp=3,sync=server/2{stale=2},dtype=float64",
-                                  "dp=2,sync=server{stale=1},dtype=bf16"])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "dp=2,sync=server{stale=1},dtype=bf16",
+        pytest.param("dp=3,sync=server/2,dtype=float64", marks=pytest.mark.parity),
+        pytest.param("dp=3,sync=server/2{stale=2},dtype=float64", marks=pytest.mark.parity),
+    ],
+)
 def test_a_checkpoint_has_everything_that_was_under_way(line: str, pool: Pool, tmp_path: Path) -> None:
     found = pool.run(resumed, line, tmp_path, ranks=Layout.parse(line).ranks)
     for alike, updates, kinds, *_ in found:
@@ -211,7 +222,9 @@ def in_half(world: World, line: str) -> tuple[list[float], int]:
     return [one.loss for one in engine.finished()], engine.skipped
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "bf16{grads=bf16}"])
+@pytest.mark.parametrize(
+    "dtype", ["fp16", *(pytest.param(one, marks=pytest.mark.parity) for one in ("bf16", "bf16{grads=bf16}"))]
+)
 def test_half_precision_stays_near_float32(dtype: str, pool: Pool) -> None:
     line = "dp=2,sync=server{stale=1},dtype="
     ((truth, _), _) = pool.run(in_half, f"{line}float32", ranks=2)

@@ -1,4 +1,4 @@
-"""Replicas agree by parameter servers (Li et al. 2014; as synchronous updates, Dean et al. 2012 had them not).
+"""Replicas agree by parameter servers (Dean et al. 2012, Li et al. 2014).
 
 The ranks of the first replicas serve: each has an equal part of every bucket, of which it alone keeps optimizer states
 and updates parameters. All ranks work. A bucket is pushed to its servers once it is complete, while the backward pass

@@ -21,7 +21,7 @@ LAYOUTS = [
     "tp=4:2d", "tp=8:2.5d", "tp=8:3d", "tp=8:4x1x2", "tp=16:2d", "tp=8:1x8x1", "dp=2,tp=8:2.5d,zero=1",
     "dp=2,tp=8:3d,zero=2", "dp=2,tp=4:2d,pp=2,zero=3,mb=2", "dp=4,tp=16:2d,zero=3", "tp=32:2.5d/2,pp=2,mb=2",
     "dp=16,tp=8:2.5d,zero=1", "pp=2:zb-v,mb=4", "pp=2:zb-v,tp=2,mb=4", "dp=2,pp=2:interleaved/4,zero=3,mb=2",
-    "pp=4:2bw,mb=4", "dp=2,pp=1:breadth-first/4",
+    "pp=4:2bw,mb=4", "dp=2,pp=1:breadth-first/4", "dp=4,sync=server/2", "dp=64,tp=2,sync=server{stale=2;reduce=sum}",
 ]  # fmt: skip
 SVG = "{http://www.w3.org/2000/svg}"
 

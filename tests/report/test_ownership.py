@@ -27,6 +27,7 @@ UNEVEN = {"layers": 3, "hidden": 24, "heads": 4, "kv_heads": 2, "ffn": 13, "voca
 LAYOUTS = [
     "dp=2", "dp=4,zero=1", "dp=3,zero=2", "dp=4,zero=3", "dp=4,zero=2/2", "dp=4,zero=3/2", "tp=4", "tp=4:1d-sp",
     "dp=2,tp=2:1d-sp,zero=1", "dp=2,tp=2,zero=3", "pp=3,mb=3", "pp=2,tp=2,mb=2", "pp=2:gpipe,dp=2,zero=2,mb=2",
+    "dp=3,sync=server", "dp=4,sync=server/3", "pp=2,dp=2,sync=server,mb=2", "dp=2,tp=2:1d-sp,sync=server{stale=1}",
     "pp=2,dp=2,zero=3,mb=2", "pp=2{layers=1/2},tp=2:1d-sp", "pp=1:interleaved,mb=2", "pp=1:breadth-first/3,dp=2,zero=3",
     "pp=2:zb-h1,dp=2,zero=1,mb=2", "pp=3:2bw,mb=2", "pp=2:2bw,tp=2,mb=2",
     "tp=4:2d", "tp=4:1x2x2", "tp=4:2x2x1,zero=1", "tp=4:2x1x2,zero=3", "dp=2,tp=2:2x1x1,zero=2", "tp=2:2.5d/2,zero=1",
@@ -118,7 +119,9 @@ def _at(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
-@pytest.mark.parametrize("line", [line for line in LAYOUTS + SEVERAL + LARGE if "tp" not in line])
+@pytest.mark.parametrize(
+    "line", [line for line in LAYOUTS + SEVERAL + LARGE if "tp" not in line and "server" not in line]
+)
 def test_ranks_divide_a_place_as_zero_says(line: str) -> None:
     everything = large(line) if line in LARGE else owned(line)
     layout = everything.layout
@@ -162,6 +165,20 @@ def test_key_value_heads_that_several_ranks_have_are_one_share() -> None:
         ((0, 1), (((0, 6), (0, 24)),)),
         ((2, 3), (((6, 12), (0, 24)),)),
     ]
+
+
+@pytest.mark.parametrize("line", [line for line in LAYOUTS if "server" in line and "tp" not in line])
+def test_servers_divide_the_states_of_a_place(line: str) -> None:
+    everything = owned(line)
+    layout, grid = everything.layout, everything.grid
+    assert layout.servers is not None
+    for place in range(layout.pp):
+        size = sum(one.numel for one in everything.held if one.place == place)
+        for rank in everything.ranks_at(place):
+            assert everything.count(rank, "weight") == size
+            states = everything.count(rank, "state")
+            serves = grid.coords(rank)["dp"] < layout.servers
+            assert abs(states - serves * size / layout.servers) <= layout.servers
 
 
 @pytest.mark.parametrize("line", ["pp=2,mb=2", "pp=3,mb=3", "pp=2,tp=2,mb=2"])

@@ -224,3 +224,28 @@ def test_a_share_in_few_words(
 def test_few_keeps_the_ends() -> None:
     assert few("abc", 3) == ["a", "b", "c"]
     assert few("abcdef", 3) == ["a", "b", "f"]
+
+
+@pytest.mark.parametrize("line", ["dp=3,sync=server", "dp=4,sync=server/2", "dp=4,sync=server/4,mb=2"])
+def test_what_servers_and_other_ranks_receive_is_what_the_ledger_counts(line: str, pool: Pool) -> None:
+    layout = Layout.parse(line)
+    (cost,) = [cost for name, _, cost in meaning(layout) if name.startswith("sync=")]
+    numbers = [float(number) for number in re.findall(r"([\d.]+) by", cost)]
+    assert layout.servers is not None
+    expected = numbers[:1] * layout.servers + numbers[1:] * (layout.dp - layout.servers)
+    found = pool.run(words_of_a_step, line, 3, ranks=layout.ranks)
+    assert [words / size for words, _, size in found] == pytest.approx(expected, rel=0.01)
+    assert keeps(layout) == ("weights, gradients", "optimizer states")
+
+
+def test_how_servers_join_and_how_far_they_are_behind_is_told() -> None:
+    lines = ("dp=2,sync=server", "dp=3,sync=server/2{stale=1;reduce=sum}", "dp=2,sync=server{stale=2;reduce=max}")
+    one, several, largest = (
+        what for line in lines for name, what, _ in meaning(Layout.parse(line)) if name.startswith("sync=")
+    )
+    assert one == "the first replica serves: it keeps the optimizer states"
+    assert several.startswith("the first 2 replicas serve: they divide the optimizer states")
+    assert "the sum of the replicas' mean gradients" in several
+    assert several.endswith("weights 1 step old")
+    assert "element by element, the largest" in largest
+    assert largest.endswith("weights 2 steps old")

@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from faulty_runs import loads, saved_step, under_way
 from torch import Tensor
 from whole_runs import COMMAND, Apart, Ended, Shoal, alive, ended, events, make_store, sets, until, write_run
 
+from shoal import checkpoint
 from shoal import config as configuration
+from shoal.comm.world import World
 from shoal.data.batches import Batch
 from shoal.engine import Engine, StepResult
 from shoal.errors import ConfigError
+from shoal.layout import Layout
 from shoal.model.decoder import FeedForward
 from shoal.train.folder import occupy
+from shoal.train.setup import make_engine
 
 ENDLESS = sets(run__steps=100_000, checkpoint__every=1, data__validation=0)
 
@@ -60,6 +63,29 @@ def at_step_3(fault: Callable[[], object]) -> Callable[[], None]:
 
 def raise_it() -> NoReturn:
     raise ValueError("planted in [rank] 1")
+
+
+def saved_step(run: Path) -> int:
+    """The step of the latest checkpoint; 0 before the first."""
+    found = checkpoint.latest(run)
+    return int(found.name.removeprefix("step-").removesuffix(".old")) if found else 0
+
+
+def under_way(run: Path, step: int = 3) -> None:
+    """Wait until the run has saved ``step``."""
+    until(lambda: saved_step(run) >= step, 60)
+
+
+def loads(run: Path) -> int:
+    """Load the latest checkpoint whole, into an engine; returns its step."""
+    config = configuration.load(run / "run.toml")
+    engine = make_engine(config, Layout.parse("dtype=float64"), World())
+    found = checkpoint.latest(run)
+    assert found is not None
+    checkpoint.verify(found)
+    engine.load(found)
+    assert saved_step(run) == engine.steps_done
+    return engine.steps_done
 
 
 @pytest.mark.parametrize(

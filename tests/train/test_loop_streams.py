@@ -26,7 +26,13 @@ from shoal.train.setup import fit, make_model, materialise_alone, open_data
 from shoal.train.verify import _trainer
 
 Go = Callable[..., Path]
-LINES = ("pp=2:2bw,mb=3", "pp=3:pipedream,mb=2", "pp=3:pipedream-vertical,mb=2", "dp=2,pp=2:2bw,zero=1,mb=2")
+LINES = (
+    "pp=2:2bw,mb=3",
+    "pp=3:pipedream,mb=2",
+    "pp=3:pipedream-vertical,mb=2",
+    "dp=2,pp=2:2bw,zero=1,mb=2",
+    "dp=3,sync=server{stale=2}",
+)
 EVALUATED, SAVED, STEPS = 7, 5, 13
 SETTINGS = {"run__steps": STEPS, "evaluation__every": EVALUATED, "checkpoint__every": SAVED}
 DRAINED = {5, 7, 10, 13}
