@@ -289,8 +289,10 @@ class Homes:
         return self._copies.rising()
 
     def memory(self) -> list[Tensor]:
-        """All that is in the host's memory of them, and what lies ready there for what comes and goes."""
-        return [*(one.tensor for one in self._on_host), *self._buffers.regions]
+        """All that is in the host's memory of them, and what lies ready there for what comes and goes; and the file,
+        once somebody has viewed what is in it."""
+        mapped = [self._swap.mapping()] if self._swap is not None and self._swap.mapped else []
+        return [*(one.tensor for one in self._on_host), *self._buffers.regions, *mapped]
 
 
 def _filesystem(folder: Path) -> str:
