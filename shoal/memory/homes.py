@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shoal.comm.process import return_freed_memory
 from shoal.errors import setting
 from shoal.memory.buffers import Buffers
 from shoal.memory.swap import SECTOR, SwapFile, Transfer
@@ -269,6 +270,7 @@ class Homes:
                 text = setting("memory.swap", self._folder, problem, "name a folder on a disk of this machine")
                 warnings.warn(text, stacklevel=2)
             self._swap = SwapFile(self._folder, total)
+            return_freed_memory()
 
     def keep(self, where: str, values: Tensor) -> OnHost | OnDisk:
         """A tensor in ``where`` ("cpu" or "nvme"), which begins as a copy of ``values``."""
