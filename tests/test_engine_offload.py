@@ -96,8 +96,8 @@ def test_an_update_that_forgets_to_clip_is_caught(monkeypatch: pytest.MonkeyPatc
 def on_the_device(world: World, line: str) -> tuple[dict[str, int], int, int]:
     """By category, the most of a step after the first; that step's peak on the device, and how many parameters."""
     config = read("data.seq_len=8", "data.batch=2", "model.layers=4")
+    engine = make(world, config, line)
     with Meter(apart=[HOST]) as meter:
-        engine = make(world, config, line)
         train(engine, config, 1)
         meter.label(HOST, engine.on_host())
         for flat in engine._sync.flats:

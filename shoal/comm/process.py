@@ -12,6 +12,7 @@ _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 1 << 30
 _LARGE_BYTES = 32 << 20
+_SMALL_BYTES = 1 << 20
 
 
 def keep_freed_memory() -> None:
@@ -20,11 +21,21 @@ def keep_freed_memory() -> None:
     A backward pass frees what the next step allocates again; returned, each page would be faulted in and zeroed anew
     (thousands of faults, some per cent of a step). Does nothing where the C library is not glibc.
     """
+    _set_malloc(_KEPT_BYTES, _LARGE_BYTES)
+
+
+def return_freed_memory() -> None:
+    """The opposite of :func:`keep_freed_memory`, where memory is what there is least of: from here on freed blocks of a
+    mebibyte or more go back to the system, and no holes stay between them."""
+    _set_malloc(_SMALL_BYTES, _SMALL_BYTES)
+
+
+def _set_malloc(kept: int, large: int) -> None:
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             libc = ctypes.CDLL("libc.so.6")
-            libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-            libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+            libc.mallopt(_M_TRIM_THRESHOLD, kept)
+            libc.mallopt(_M_MMAP_THRESHOLD, large)
 
 
 def die_with(parent: int) -> None:

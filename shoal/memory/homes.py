@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shoal.comm.process import return_freed_memory
 from shoal.errors import setting
 from shoal.memory.buffers import Buffers
 from shoal.memory.swap import SECTOR, SwapFile, Transfer
@@ -271,6 +272,7 @@ class Homes:
                 text = setting("memory.swap", self._folder, problem, "name a folder on a disk of this machine")
                 warnings.warn(text, stacklevel=2)
             self._swap = SwapFile(self._folder, total)
+            return_freed_memory()
 
     def keep(self, where: str, values: Tensor) -> OnHost | OnDisk:
         """A tensor in ``where`` ("cpu" or "nvme"), which begins as a copy of ``values``."""
@@ -291,8 +293,10 @@ class Homes:
         return self._copies.rising()
 
     def memory(self) -> list[Tensor]:
-        """All that is in the host's memory of them, and what lies ready there for what comes and goes."""
-        return [*(one.tensor for one in self._on_host), *self._buffers.regions]
+        """All that is in the host's memory of them, and what lies ready there for what comes and goes; and the file,
+        once somebody has viewed what is in it."""
+        mapped = [self._swap.mapping()] if self._swap is not None and self._swap.mapped else []
+        return [*(one.tensor for one in self._on_host), *self._buffers.regions, *mapped]
 
 
 def _filesystem(folder: Path) -> str:

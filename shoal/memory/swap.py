@@ -97,6 +97,11 @@ class SwapFile:
             self._mapping = torch.frombuffer(mmap.mmap(self._file.fileno(), self._nbytes), dtype=torch.uint8)
         return self._mapping
 
+    @property
+    def mapped(self) -> bool:
+        """Whether :meth:`mapping` has been asked for."""
+        return self._mapping is not None
+
     def close(self) -> None:
         """Finish what is under way and give up the disk's space."""
         self._pool.shutdown()

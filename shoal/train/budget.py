@@ -54,9 +54,10 @@ def within_budget(config: Config, layout: Layout, world: World, source: Source) 
 
 def _record(config: Config, layout: Layout, world: World, source: Source) -> tuple[int, int]:
     """Bytes on the device at the peak of a step, and of the masters and optimizer states that are on the host."""
+    engine = make_engine(config, layout, world)  # which makes the model of tensors that only stand for some
     with Meter(apart=[HOST]) as meter:
-        engine = make_engine(config, layout, world)
         _step(engine, source)
+        meter.label("model states", (one.tensor for one in engine.fragments()))
         meter.label(HOST, engine.on_host())
         if cuda := world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(world.device)

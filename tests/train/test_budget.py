@@ -31,10 +31,11 @@ def planned(world: World, line: str, budget: float) -> tuple[float, int]:
     config, layout = read(budget), Layout.parse(line)
     found = within_budget(config, layout, world, open_data(config))
     assert replace(found, offload=()) == replace(layout, offload=())
+    engine, source = make_engine(config, found, world), open_data(config)
+    batch = source.batch(0, engine.mesh.coords["dp"], found.dp)
     with Meter(apart=[HOST]) as meter:
-        engine, source = make_engine(config, found, world), open_data(config)
-        batch = source.batch(0, engine.mesh.coords["dp"], found.dp)
         engine.step(batch)
+        meter.label("states", [tensor for flat in engine._sync.flats for tensor in flat.states.values()])
         meter.label(HOST, engine.on_host())
         with meter.phase("step"):
             engine.step(batch)
