@@ -21,7 +21,7 @@ from shoal.train.setup import make_engine, make_model, materialise_alone, open_d
 from shoal.train.verify import verify
 
 RUNS = Path(__file__).parents[1] / "runs"
-OFFLOAD = "offload=activations:cpu"
+OFFLOAD, DISK = "offload=activations:cpu", "offload=activations:nvme"
 SAMPLES, LENGTH = 2, 61
 SMALL = 8192
 """Bytes of scalars, and of a batch's labels and positions."""
@@ -38,6 +38,7 @@ def read(**settings: object) -> Config:
     "line",
     [
         OFFLOAD,
+        *(pytest.param(f"{line}{DISK}", marks=pytest.mark.parity) for line in ("", "dp=2,zero=3,", "pp=2:zb-v,mb=4,")),
         f"pp=2:zb-v,mb=4,{OFFLOAD}@0.5",
         *(
             pytest.param(f"{line}{OFFLOAD}", marks=pytest.mark.parity)
