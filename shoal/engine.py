@@ -94,8 +94,8 @@ class Engine:
         self.on_gradients: Callable[[], None] = lambda: None
         """Called when gradients are reduced and not yet clipped: the moment at which they can be compared."""
         self.overlap = False
-        """Whether the parameters that ZeRO-1 and 2 gather may still be on their way when a step returns. Those of the
-        module are then NaN until their next use in here, or :meth:`drain`."""
+        """Whether the parameters that ZeRO-1 and 2 gather, and servers hand out, may still be on their way when a step
+        returns, until their next use in here, or :meth:`drain`. Those that are gathered are NaN meanwhile."""
         self.recorder = Recorder()
         """Writes down what this rank does, while it is told to."""
         self.mesh = Mesh(self.layout.axes, self.world)

@@ -240,6 +240,7 @@ def between(world: World) -> tuple[str, float]:
     """What is said to a write while parameters are on their way; and what has become of one after a drain."""
     config = exact()
     engine = make(world, config, "dp=2,sync=server,dtype=float64")
+    engine.overlap = True
     weight = engine.task.module.get_parameter("head.norm.weight")
     said = ""
     train(engine, config, 1)

@@ -21,8 +21,8 @@ from shoal.cli import app
 from shoal.comm.collectives import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
 from shoal.comm.world import World
 from shoal.config import load
+from shoal.data_parallel import norm as norm_module
 from shoal.data_parallel import sync as sync_module
-from shoal.data_parallel import visits as visits_module
 from shoal.data_parallel import zero as zero_module
 from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.sync import Main, Sync
@@ -91,8 +91,8 @@ def never_reduced(patch: pytest.MonkeyPatch) -> None:
 
 
 def norm_counted_twice(patch: pytest.MonkeyPatch) -> None:
-    right = sync_module.global_norm
-    patch.setattr(sync_module, "global_norm", lambda squares, group: 2**0.5 * right(squares, group))
+    right = norm_module.global_norm
+    patch.setattr(norm_module, "global_norm", lambda squares, group: 2**0.5 * right(squares, group))
 
 
 def stale_weights(patch: pytest.MonkeyPatch) -> None:
@@ -157,8 +157,7 @@ def parameters_not_gathered_again(patch: pytest.MonkeyPatch) -> None:
         out.copy_(first.setdefault(part.data_ptr(), out.clone()))
         return Pending(None)
 
-    patch.setattr(zero_module, "start_all_gather", gather)
-    patch.setattr(visits_module, "start_all_gather", gather)
+    patch.setattr(sync_module, "start_all_gather", gather)
 
 
 # ---- tensor parallelism
