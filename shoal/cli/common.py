@@ -62,14 +62,14 @@ def fewest(plan: Layout) -> int:
 
 
 @contextmanager
-def ready(config: Config, fresh: bool, trace: bool, json: bool) -> Iterator[None]:
+def ready(config: Config, fresh: bool, watching: str, json: bool) -> Iterator[None]:
     """Check what the run needs, before anything is written, and hold its folder."""
     from shoal.train.folder import occupy
     from shoal.train.prepare import prepare
 
     announce(config, json)
     with progress_bar(quiet=json) as progress:
-        prepare(config, progress, fresh=fresh, trace=trace)
+        prepare(config, progress, fresh=fresh, watching=watching)
     with occupy(config, fresh=fresh) as aside:
         if aside is not None and not json:
             console.print(f"the earlier run is now {escape(str(aside))}")

@@ -72,7 +72,8 @@ def train(
         raise ConfigError(setting("-n", processes, problem, f"leave it out, or use -n {joined}"))
     plan = fit(config, plan, joined or processes or fewest(plan))
     begin = train_joined if joined else train_here
-    begin(config, plan, partial(watch, config, json), partial(ready, config, fresh, trace, json), trace, memory)
+    watching = "--trace" if trace else "--memory" if memory else ""
+    begin(config, plan, partial(watch, config, json), partial(ready, config, fresh, watching, json), trace, memory)
 
 
 def verify(

@@ -33,7 +33,10 @@ class NotBuilt(Exception):
 def library(source: Path) -> CDLL:
     """What ``source`` is built into. Its functions are called without the interpreter's lock, and OpenMP's threads in
     it are PyTorch's. Processes that ask at the same time wait for one of them to build it. Raises :class:`NotBuilt`."""
-    from torch.utils import cpp_extension  # takes as long to import as the library to build
+    try:
+        from torch.utils import cpp_extension
+    except ImportError as error:  # it asks for setuptools
+        raise NotBuilt(str(error), tried=False) from error
 
     compiler = cpp_extension.get_cxx_compiler()
     missing = [program for program in (compiler.split()[0], "ninja") if shutil.which(program) is None]

@@ -26,10 +26,11 @@ Progress = Callable[[str, int, int], None]
 """(what is being done, bytes done, bytes in all)."""
 
 
-def prepare(config: Config, progress: Progress, *, fresh: bool = False, trace: bool = False) -> None:
+def prepare(config: Config, progress: Progress, *, fresh: bool = False, watching: str = "") -> None:
     """Find whatever would fail later, before anything of the run is written: see :func:`prepare_data`,
     :func:`~shoal.train.resume.find_newest` unless the run starts ``fresh``, :func:`~shoal.train.start.check_start`
-    where that finds nothing to go on from, and :func:`~shoal.train.resume.check_left` where a ``trace`` is asked for.
+    where that finds nothing to go on from, and :func:`~shoal.train.resume.check_left` where an option has asked for
+    ``watching`` a step.
 
     Raises a :class:`~shoal.errors.ShoalError`.
     """
@@ -38,8 +39,8 @@ def prepare(config: Config, progress: Progress, *, fresh: bool = False, trace: b
     found = None if fresh else find_newest(config, source)
     if found is None:
         check_start(config, source)
-    elif trace:
-        check_left(config, found)
+    elif watching:
+        check_left(config, found, watching)
 
 
 def prepare_data(config: Config, progress: Progress, *, fresh: bool = False) -> Source:

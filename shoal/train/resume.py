@@ -72,13 +72,14 @@ def find_newest(config: Config, source: Source) -> Path | None:
     return found
 
 
-def check_left(config: Config, found: Path) -> None:
-    """Refuse to trace a run that has no step left after the checkpoint ``found``. Raises :class:`ConfigError`."""
+def check_left(config: Config, found: Path, option: str) -> None:
+    """Refuse to watch a step, as an ``option`` asks for, of a run that has none left after the checkpoint ``found``.
+    Raises :class:`ConfigError`."""
     if checkpoint.read_manifest(found).step == (last := last_step(config)):
         key = "run.stop" if last < config.run.steps else "run.steps"
         legal = f"start anew with --fresh, or raise {key}"
         raise ConfigError(
-            setting("--trace", found, f"the run is complete, and no step after {last} is left to trace", legal)
+            setting(option, found, f"the run is complete, and no step after {last} is left to look at", legal)
         )
 
 

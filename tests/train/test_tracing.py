@@ -82,8 +82,9 @@ def test_a_run_without_steps_left_has_nothing_to_trace(
     stopped = sets(run__steps=2, run__stop=1)
     assert shoal(*traced, *stopped).code == 0
     for more, key in ((sets(run__steps=1), "run.steps"), (stopped, "run.stop")):
-        problem = "the run is complete, and no step after 1 is left to trace; start anew with --fresh, or raise "
-        refused(shoal(*traced, *more), f"--trace = {saved}: {problem}{key}")
+        problem = "the run is complete, and no step after 1 is left to look at; start anew with --fresh, or raise "
+        for option in ("--trace", "--memory"):
+            refused(shoal("train", file, option, *more), f"{option} = {saved}: {problem}{key}")
     assert shoal("train", file, *stopped).code == 0, "without --trace there is nothing wrong with it"
     assert shoal(*traced, *sets(run__steps=2)).code == 0
     assert [(one["first"], one["steps"]) for one in events(tmp_path / "out" / "run", "trace")] == [(1, 1), (2, 1)]
