@@ -6,30 +6,33 @@ that needs the result. Without a GPU a copy is done when it has begun.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
 
 class Copy:
-    """A copy under way; it keeps what it reads and what it writes until :meth:`wait`, or until it is let go of."""
+    """A copy under way; it keeps what it reads and what it writes until :meth:`join` or :meth:`wait`, or until it is
+    let go of."""
 
     def __init__(self, event: torch.cuda.Event | None = None, *between: Tensor) -> None:
         self.event, self._between = event, between
 
-    def wait(self) -> None:
+    def join(self) -> None:
         """What the device is asked for from now on happens after the copy."""
-        if self.event is not None:
+        if self.event is not None and self._between:
             torch.cuda.current_stream().wait_event(self.event)
-        self.event, self._between = None, ()
+        self._between = ()
 
-    def finish(self) -> None:
-        """Wait until it is done."""
+    def wait(self) -> None:
+        """Until it is done: the host may use what was copied, and reuse what it was copied from."""
         if self.event is not None:
             self.event.synchronize()
         self.event, self._between = None, ()
 
     def __del__(self) -> None:
-        self.wait()  # the memory goes back to be used by what the device is asked for next
+        self.join()  # the memory goes back to be used by what the device is asked for next
 
 
 class Copies:
@@ -55,3 +58,7 @@ class Copies:
             event = torch.cuda.Event()
             event.record()
         return Copy(event, into, source)
+
+    def coming_in(self) -> AbstractContextManager[object]:
+        """What the device begins meanwhile comes after the copies to it that have begun, and waits for nothing else."""
+        return nullcontext() if self._in is None else torch.cuda.stream(self._in)

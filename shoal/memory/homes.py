@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -18,59 +18,12 @@ from torch import Tensor
 from shoal.comm.process import return_freed_memory
 from shoal.errors import setting
 from shoal.memory.buffers import Buffers
+from shoal.memory.copies import Copies, Copy
 from shoal.memory.swap import SECTOR, SwapFile, Transfer
 from shoal.meter import HOST, mark
 
 IN_MEMORY = ("tmpfs", "ramfs")
 """Filesystems without a disk."""
-
-
-class Arrival:
-    """A copy between host and device that is under way."""
-
-    def __init__(self, event: torch.cuda.Event | None = None) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        """Until it is done: the host may use what was copied, and reuse what it was copied from."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def join(self) -> None:
-        """What the device computes from here on comes after it."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-
-
-class Copies:
-    """Copies between the host and ``device``."""
-
-    def __init__(self, device: torch.device) -> None:
-        cuda = device.type == "cuda"
-        self._up: torch.cuda.Stream | None = torch.cuda.Stream(device) if cuda else None
-        self._down: torch.cuda.Stream | None = torch.cuda.Stream(device) if cuda else None
-
-    def up(self, into: Tensor, source: Tensor) -> Arrival:
-        """Start to copy from the host to the device."""
-        return self._start(into, source, self._up, into)
-
-    def down(self, into: Tensor, source: Tensor) -> Arrival:
-        """Start to copy from the device to the host."""
-        return self._start(into, source, self._down, source)
-
-    def rising(self) -> AbstractContextManager[object]:
-        """What the device begins meanwhile comes after the copies to it that have begun."""
-        return nullcontext() if self._up is None else torch.cuda.stream(self._up)
-
-    def _start(self, into: Tensor, source: Tensor, stream: torch.cuda.Stream | None, on_device: Tensor) -> Arrival:
-        if stream is None:
-            into.copy_(source)
-            return Arrival()
-        stream.wait_stream(torch.cuda.current_stream(on_device.device))
-        with torch.cuda.stream(stream):
-            into.copy_(source, non_blocking=True)
-        on_device.record_stream(stream)  # its memory may be given up meanwhile
-        return Arrival(stream.record_event())
 
 
 class Found(Protocol):
@@ -107,18 +60,18 @@ class _Staged:
             self._lent = None
 
 
-class OnDevice(_Staged):
+class DeviceHome(_Staged):
     """Lives on the device; :class:`~shoal.optim.away.Kept`."""
 
     def __init__(self, found: Found, copies: Copies, buffers: Buffers) -> None:
         super().__init__(found.tensor.numel(), found.tensor.dtype, buffers)
         self._found, self._copies = found, copies
-        self._under_way = Arrival()
+        self._under_way = Copy()
 
     def begin(self) -> None:
         if self._lent is None:
             self._borrow()
-            self._under_way = self._copies.down(self._staged, self._found.tensor)
+            self._under_way = self._copies.start(self._staged, self._found.tensor)
 
     def here(self) -> Tensor:
         self._under_way.wait()
@@ -130,16 +83,16 @@ class OnDevice(_Staged):
 
     def end(self, *, changed: bool = True) -> None:
         if changed:
-            self._under_way = self._copies.up(self._found.tensor, self._staged)
+            self._under_way = self._copies.start(self._found.tensor, self._staged)
 
     def settle(self) -> None:
         if self._lent is not None:
             self._under_way.wait()
             self._return()
 
-    def lift(self, into: Tensor) -> Arrival:
+    def lift(self, into: Tensor) -> Copy:
         into.copy_(self._found.tensor)
-        return Arrival()
+        return Copy()
 
     def lower(self, source: Tensor, *, add: bool = False) -> None:
         self._found.tensor.add_(source) if add else self._found.tensor.copy_(source)
@@ -148,7 +101,7 @@ class OnDevice(_Staged):
         return self._found.tensor
 
 
-class OnHost:
+class HostHome:
     """Lives in the host's memory; :class:`~shoal.optim.away.Kept`."""
 
     def __init__(self, values: Tensor, copies: Copies, buffers: Buffers) -> None:
@@ -156,7 +109,7 @@ class OnHost:
         self.tensor = torch.empty(len(values), dtype=values.dtype, pin_memory=values.is_cuda)
         mark(HOST, self.tensor)
         self.tensor.copy_(values)
-        self._rising = self._sinking = Arrival()
+        self._rising = self._sinking = Copy()
         self._more: _Staged | None = None
 
     def begin(self) -> None:
@@ -180,8 +133,8 @@ class OnHost:
     def settle(self) -> None:
         """It never left."""
 
-    def lift(self, into: Tensor) -> Arrival:
-        self._rising = self._copies.up(into, self.here())
+    def lift(self, into: Tensor) -> Copy:
+        self._rising = self._copies.start(into, self.here())
         return self._rising
 
     def lower(self, source: Tensor, *, add: bool = False) -> None:
@@ -190,20 +143,20 @@ class OnHost:
             self._more = _Staged(len(source), source.dtype, self._buffers)
             self._more._borrow()
             into = self._more._staged
-        self._sinking = self._copies.down(into, source)
+        self._sinking = self._copies.start(into, source)
 
     def view(self) -> Tensor:
         return self.here()
 
 
-class OnDisk(_Staged):
+class DiskHome(_Staged):
     """Lives in a file, from byte ``offset`` on; :class:`~shoal.optim.away.Kept`."""
 
     def __init__(self, values: Tensor, swap: SwapFile, offset: int, copies: Copies, buffers: Buffers) -> None:
         super().__init__(len(values), values.dtype, buffers)
         self._swap, self._offset, self._copies = swap, offset, copies
         self._transfer: Transfer | None = None
-        self._rising = Arrival()
+        self._rising = Copy()
         self.lower(values)
         self.settle()
 
@@ -231,15 +184,15 @@ class OnDisk(_Staged):
         self._rising.wait()
         self._return()
 
-    def lift(self, into: Tensor) -> Arrival:
+    def lift(self, into: Tensor) -> Copy:
         self.begin()
-        self._rising = self._copies.up(into, self.here())
+        self._rising = self._copies.start(into, self.here())
         return self._rising
 
     def lower(self, source: Tensor, *, add: bool = False) -> None:
         assert not add, "sums are kept in memory"
         into = self.blank()
-        self._copies.down(into, source).wait()
+        self._copies.start(into, source).wait()
         self.end()
 
     def view(self) -> Tensor:
@@ -258,10 +211,10 @@ class Homes:
 
     def __init__(self, device: torch.device, folder: Path) -> None:
         self._copies, self._folder = Copies(device), folder
-        self._buffers = Buffers(pinned=device.type == "cuda")
+        self._buffers = Buffers(pinned=self._copies.pinned)
         self._swap: SwapFile | None = None
         self._end = 0
-        self._on_host: list[OnHost] = []
+        self._on_host: list[HostHome] = []
 
     def reserve(self, nbytes: Sequence[int]) -> None:
         """Tensors of these sizes will be kept on disk. Raises :class:`~shoal.errors.ShoalError` without the room."""
@@ -274,23 +227,23 @@ class Homes:
             self._swap = SwapFile(self._folder, total)
             return_freed_memory()
 
-    def keep(self, where: str, values: Tensor) -> OnHost | OnDisk:
+    def keep(self, where: str, values: Tensor) -> HostHome | DiskHome:
         """A tensor in ``where`` ("cpu" or "nvme"), which begins as a copy of ``values``."""
         if where == "cpu":
-            self._on_host.append(OnHost(values, self._copies, self._buffers))
+            self._on_host.append(HostHome(values, self._copies, self._buffers))
             return self._on_host[-1]
         assert self._swap is not None
-        made = OnDisk(values, self._swap, self._end, self._copies, self._buffers)
+        made = DiskHome(values, self._swap, self._end, self._copies, self._buffers)
         self._end += made.nbytes
         return made
 
-    def on_device(self, found: Found) -> OnDevice:
+    def on_device(self, found: Found) -> DeviceHome:
         """What is on the device, to be used on the host."""
-        return OnDevice(found, self._copies, self._buffers)
+        return DeviceHome(found, self._copies, self._buffers)
 
     def rising(self) -> AbstractContextManager[object]:
         """What the device begins meanwhile comes after all copies to it that have begun, and waits for nothing else."""
-        return self._copies.rising()
+        return self._copies.coming_in()
 
     def memory(self) -> list[Tensor]:
         """All that is in the host's memory of them, and what lies ready there for what comes and goes; and the file,

@@ -132,7 +132,7 @@ class _Away:
     def write(self) -> None:
         """Begin to write what is in the buffer."""
         assert self.buffer is not None
-        self._copy.finish()
+        self._copy.wait()
         self.place = self._disk.files.take(len(self.buffer))
         self._transfer = self.place.write(self.buffer)
 

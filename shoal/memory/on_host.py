@@ -34,7 +34,7 @@ class OnHost:
 
     def next_unit(self) -> None:
         for copy in self._left:
-            copy.wait()
+            copy.join()
         self._left, self._leaving = self._leaving, []
 
 
@@ -55,7 +55,7 @@ class Arriving:
         self._here, self._copy = here, copy
 
     def wait(self) -> Tensor:
-        self._copy.wait()
+        self._copy.join()
         return self._here
 
 

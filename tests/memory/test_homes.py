@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.memory import homes as homes_module
-from shoal.memory.homes import Homes, OnDevice, OnDisk, OnHost
+from shoal.memory.homes import DeviceHome, DiskHome, Homes, HostHome
 
 SIZE = 1500
 """Elements, of which no page holds a whole number."""
@@ -22,7 +22,7 @@ def homes(tmp_path: Path) -> Homes:
     return made
 
 
-def kept(homes: Homes, where: str, values: torch.Tensor) -> OnDevice | OnHost | OnDisk:
+def kept(homes: Homes, where: str, values: torch.Tensor) -> DeviceHome | HostHome | DiskHome:
     if where == "device":
         return homes.on_device(SimpleNamespace(tensor=values.clone()))
     return homes.keep(where, values)
