@@ -6,7 +6,6 @@ what uses their results. Without a GPU the device is the same memory under anoth
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,14 +15,11 @@ import torch
 from torch import Tensor
 
 from shoal.comm.process import return_freed_memory
-from shoal.errors import setting
 from shoal.memory.buffers import Buffers
 from shoal.memory.copies import Copies, Copy
+from shoal.memory.filesystem import warn_of_memory
 from shoal.memory.swap import SECTOR, SwapFile, Transfer
 from shoal.meter import HOST, mark
-
-IN_MEMORY = ("tmpfs", "ramfs")
-"""Filesystems without a disk."""
 
 
 class Found(Protocol):
@@ -220,10 +216,7 @@ class Homes:
         """Tensors of these sizes will be kept on disk. Raises :class:`~shoal.errors.ShoalError` without the room."""
         total = sum(-(-one // SECTOR) * SECTOR for one in nbytes)
         if total:
-            if (kind := _filesystem(self._folder)) in IN_MEMORY:
-                problem = f"is a {kind}, which takes what it holds from the memory that was to be spared"
-                text = setting("memory.swap", self._folder, problem, "name a folder on a disk of this machine")
-                warnings.warn(text, stacklevel=2)
+            warn_of_memory(self._folder)
             self._swap = SwapFile(self._folder, total)
             return_freed_memory()
 
@@ -250,14 +243,3 @@ class Homes:
         once somebody has viewed what is in it."""
         mapped = [self._swap.mapping()] if self._swap is not None and self._swap.mapped else []
         return [*(one.tensor for one in self._on_host), *self._buffers.regions, *mapped]
-
-
-def _filesystem(folder: Path) -> str:
-    """What kind of filesystem ``folder`` is on; nothing where the system does not tell."""
-    try:
-        mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return ""
-    place = folder.resolve()
-    within = [(len(words[1]), words[2]) for words in mounts if place.is_relative_to(words[1])]
-    return max(within, default=(0, ""))[1]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shoal.memory.buffers import ALIGNMENT, Buffers
 from shoal.memory.copies import Copies
+from shoal.memory.filesystem import warn_of_memory
 from shoal.memory.on_host import Arriving, room
 from shoal.memory.swap import SwapFailed, SwapFile, Transfer
 
@@ -73,6 +74,7 @@ class OnDisk:
 
     def __init__(self, device: torch.device, folder: Path) -> None:
         self.device, self.copies, self.files = device, Copies(device), Files(folder)
+        warn_of_memory(folder)
         self.buffers = Buffers(pinned=self.copies.pinned)
         self._copied: list[weakref.ref[_Away]] = []
         self._written: list[weakref.ref[_Away]] = []

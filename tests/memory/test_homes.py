@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shoal.memory import homes as homes_module
+from shoal.memory import filesystem as filesystem_module
 from shoal.memory.homes import DeviceHome, DiskHome, Homes, HostHome
 
 SIZE = 1500
@@ -85,6 +85,6 @@ def test_sums_on_the_host_add_up(homes: Homes) -> None:
 
 
 def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(homes_module, "_filesystem", lambda _: "tmpfs")
+    monkeypatch.setattr(filesystem_module, "_filesystem", lambda _: "tmpfs")
     with pytest.warns(UserWarning, match=r"memory.swap = .*: is a tmpfs"):
         Homes(torch.device("cpu"), tmp_path).reserve([1])
