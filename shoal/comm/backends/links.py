@@ -39,8 +39,9 @@ INLINE = 4096
 
 _HEADER = struct.Struct("=BQqqqq")  # what it is, group, number, place, length, length of the whole
 _CHUNK, _INLINE, _READ, _FULL, _ROOM, _LENT, _RETURNED, _ENDED = range(8)
-LENT = 1 << 18
-"""From so many bytes on, what may not be written to for a while anyway is read where it is."""
+LENT, LENT_MAPPED = 1 << 20, 1 << 18
+"""From so many bytes on, what may not be written to for a while anyway is read where it is; if others have it mapped,
+from so many."""
 _AT_ONCE = 1 << 16
 _LAG = 4 << 20
 """Bytes that a rank may have read without saying so: it says it with the next message, which costs no time of its own
@@ -131,7 +132,7 @@ class Links:
     # ---- what goes out
 
     def lends(self, nbytes: int) -> bool:
-        """Whether so many bytes are read where they are."""
+        """Whether so many bytes are read where they are, whatever memory they are in."""
         return self._lends and nbytes >= LENT
 
     def allocate(self, nbytes: int) -> np.ndarray | None:
@@ -143,7 +144,8 @@ class Links:
     def post(self, to: Sequence[int], address: Address, data: np.ndarray, *, lend: bool = False) -> Posted:
         """Begin to send bytes to some ranks; they may be written to when it has :attr:`Posted.left`. With ``lend`` that
         may be when they have been read: for what its readers come to soon."""
-        posted = Posted(to, address, data, lent=lend and self.lends(len(data)))
+        mapped = lend and self._lends and len(data) >= LENT_MAPPED and self._region(data) is not None
+        posted = Posted(to, address, data, lent=mapped or (lend and self.lends(len(data))))
         self._unsent.append(posted)
         self._send()
         return posted
@@ -171,7 +173,7 @@ class Links:
             if posted.lent:
                 self._say_what_ended()
                 self._lent.update({(rank, posted.address): posted for rank in posted.to})
-                region, at = self._regions.find(chunk.ctypes.data, total) or (-1, chunk.ctypes.data)
+                region, at = self._region(chunk) or (-1, chunk.ctypes.data)
                 message = _HEADER.pack(_LENT, *posted.address, at, region, total)
             elif len(chunk) <= INLINE:
                 message = _HEADER.pack(_INLINE, *posted.address, 0, len(chunk), total) + chunk.tobytes()
@@ -188,6 +190,9 @@ class Links:
             for rank in posted.to:
                 self._write(rank, message, posted)
         return True
+
+    def _region(self, data: np.ndarray) -> tuple[int, int] | None:
+        return self._regions.find(data.ctypes.data, len(data))
 
     def _say_what_ended(self) -> None:
         """Before another region has the descriptor."""
