@@ -75,6 +75,7 @@ class OnDisk:
     def __init__(self, device: torch.device, folder: Path) -> None:
         self.device, self.copies, self.files = device, Copies(device), Files(folder)
         warn_of_memory(folder)
+        SwapFile(folder, ALIGNMENT).close()  # what cannot be had, a run is to know before it begins
         self.buffers = Buffers(pinned=self.copies.pinned)
         self._copied: list[weakref.ref[_Away]] = []
         self._written: list[weakref.ref[_Away]] = []

@@ -65,7 +65,7 @@ class SwapFile:
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise SwapFailed(f"{folder}: no file can be made here: {error.strerror}; {_OTHER_FOLDER}") from error
+            raise SwapFailed(f"{folder}: no file can be made here: {error.strerror}; {_A_FOLDER}") from error
         try:
             os.posix_fallocate(self._file.fileno(), 0, nbytes)
         except OSError as error:
@@ -145,6 +145,7 @@ class SwapFile:
         )
 
 
+_A_FOLDER = "name a folder of this machine that exists and may be written to (memory.swap)"
 _OTHER_FOLDER = "name a folder on a disk with more room (memory.swap), or keep less on it (layout.offload)"
 _CHECK_DISK = "check this disk, and go on from the last checkpoint with a folder (memory.swap) on another"
 

@@ -88,6 +88,9 @@ def _shares(parts: Iterable[Offload], fraction: float) -> Iterable[Offload]:
 def _more(layout: Layout) -> list[str]:
     """What would take memory off the device that the layout leaves there."""
     away = {part.what for part in layout.offload if part.fraction == 1.0}
-    found = [f"offload={what}:cpu" for what in ("optimizer", "params", "grads") if what not in away]
-    found += ["recompute=full"] * (layout.recompute != "full") + ["zero=3"] * (layout.zero < 3 and layout.dp > 1)
+    may = ["activations"] if layout.sync == "server" else ["optimizer", "activations"]
+    divides = layout.sync != "server" and not layout.asynchronous
+    found = [f"offload={what}:cpu" for what in [*may, *(("params", "grads") if divides else ())] if what not in away]
+    found += ["recompute=full"] * (layout.recompute != "full")
+    found += ["zero=3"] * (divides and layout.zero < 3 and layout.dp > 1)
     return [*found, f"mb={2 * layout.mb}"]
