@@ -164,6 +164,6 @@ def test_a_run_of_one_step_measures_that(
     store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, shoal = write_run(tmp_path, store), Shoal(capfd, monkeypatch)
-    for told in ([1], [1]):  # the second run has nothing left to do
-        assert shoal("train", file, "--memory", *sets(run__steps=1)).code == 0
-        assert [one["step"] for one in events(tmp_path / "out" / "run", "memory")] == told
+    for more in ((), ("--fresh",)):
+        assert shoal("train", file, "--memory", *more, *sets(run__steps=1)).code == 0
+        assert [one["step"] for one in events(tmp_path / "out" / "run", "memory")] == [1]
