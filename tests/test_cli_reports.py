@@ -11,6 +11,7 @@ import pytest
 from traces import made_up
 from whole_runs import Shoal, refused
 
+from shoal.cli.common import tell_next
 from shoal.config import load, toml
 from shoal.pipeline.program import Op
 from shoal.pipeline.trace_file import to_chrome
@@ -128,3 +129,10 @@ def test_it_does_without_torch(run: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "zb-v: 2 ranks" in done.stdout
+
+
+def test_where_there_is_nothing_to_try_next_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    tell_next([])
+    assert capsys.readouterr().out == ""
+    tell_next([("a picture", "shoal report out --out a.svg")])
+    assert "shoal report out --out a.svg" in capsys.readouterr().out

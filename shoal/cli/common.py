@@ -92,8 +92,9 @@ def watch(config: Config, json: bool) -> Sequence[Sink]:
 
 
 def tell_next(steps: Iterable[tuple[str, str]]) -> None:
-    """Print what to try next: (what for, command) of each."""
-    listed = list(steps)
+    """Print what to try next, if there is anything: (what for, command) of each."""
+    if not (listed := list(steps)):
+        return
     width = max(len(what) for what, _ in listed) + 2
     console.print("\nWhat to try next:")
     for what, command in listed:
