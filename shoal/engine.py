@@ -290,8 +290,8 @@ class Engine:
     def drain(self) -> None:
         """Finish what is in flight: under a schedule that ends each step with its update, parameters at most
         (:attr:`overlap`). What it finishes, :meth:`finished` tells. All ranks call it."""
-        self._sync.settle()
         if (flow := self._flow) is None:
+            self._sync.settle()
             return
         self._check_whole()
         if not flow.under_way:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shoal.memory.account import Memory, Moment
 from shoal.purposes import HOST
-from shoal.report.lanes import COLUMN, MARGIN, SIZE, Lanes, Part, checked_path, page, style, write, written
+from shoal.report.lanes import COLUMN, MARGIN, SIZE, Lanes, Part, checked_path, style, write, written
 from shoal.report.memory_colours import css_name, rules
 from shoal.report.memory_words import (
     HOST_WORDS,
@@ -38,11 +38,6 @@ def picture_path(asked: Path) -> Path:
 def write_picture(memory: Memory, path: Path) -> None:
     """Write the picture. Raises :class:`~shoal.errors.ConfigError` where ``path`` cannot be written."""
     write(memory_svg(memory), headline(memory), path, "--out")
-
-
-def memory_html(memory: Memory) -> str:
-    """A page with the picture."""
-    return page(memory_svg(memory), headline(memory))
 
 
 def memory_svg(memory: Memory) -> str:
