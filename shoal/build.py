@@ -23,6 +23,7 @@ from shoal.errors import LayoutError, setting
 from shoal.layout import Layout, kinds
 from shoal.local import Interpreter, LocalParameter
 from shoal.memory.activations import Offload, Run, chosen
+from shoal.memory.filesystem import warn_of_memory
 from shoal.memory.homes import Homes
 from shoal.memory.on_disk import OnDisk
 from shoal.memory.on_host import OnHost
@@ -193,7 +194,7 @@ def runs_of(
     stages: Sequence[range],
     own: Sequence[int],
     device: torch.device,
-    swap: Path | None = None,
+    swap: Path = Path(),
 ) -> dict[int, tuple[tuple[int, Run], ...]]:
     """``recompute`` and ``offload=activations``: how each unit of the stages that this rank has as its ``own`` is run.
     All units but the model's last may go; of those, not of bytes, a fraction is one. ``swap`` is for a disk."""
@@ -201,7 +202,7 @@ def runs_of(
     part = next((part for part in layout.offload if part.what == "activations"), None)
     if part is not None:
         layers = task.layers()
-        elsewhere = OnHost(device) if part.where == "cpu" else OnDisk(device, swap or Path())
+        elsewhere = OnHost(device) if part.where == "cpu" else OnDisk(device, swap)
         may = sorted(unit for stage in own for unit in stages[stage] if unit < len(layers) - 1)
         goes = chosen(may, part.fraction)
         for stage in own:
@@ -231,13 +232,20 @@ def sharing_of(layout: Layout) -> Sharing:
     )
 
 
-def away_of(layout: Layout, device: torch.device, swap: Path | None) -> Away | None:
+def swap_of(layout: Layout, folder: Path, *, first: bool) -> Path:
+    """``folder``, for what is to be on a disk. On the ``first`` rank a warning tells of one that is not on one."""
+    if first and any(part.where == "nvme" for part in layout.offload):
+        warn_of_memory(folder)
+    return folder
+
+
+def away_of(layout: Layout, device: torch.device, swap: Path) -> Away | None:
     """``offload``, but for activations: what model states live elsewhere, those on disk in a file in ``swap``."""
     portions = {part.what: Portion(part.where, part.fraction) for part in layout.offload if part.what != "activations"}
     if not portions:
         return None
     return Away(
-        Homes(device, swap or Path()),
+        Homes(device, swap),
         portions.get("optimizer", Portion()),
         portions.get("params", Portion()),
         grads="grads" in portions,
@@ -253,7 +261,7 @@ def sync_of(
     uses: Mapping[int, Sequence[str]],
     *,
     masters: bool = True,
-    swap: Path | None = None,
+    swap: Path = Path(),
 ) -> Sync:
     """``zero``, ``sync`` and ``offload``: how replicas keep equal, and where. ``uses`` names each unit's parameters;
     ``masters`` says whether those in half precision have float32 copies; ``swap`` is for what lives on a disk."""

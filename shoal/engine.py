@@ -23,6 +23,7 @@ from shoal.build import (
     runs_of,
     shares_of,
     stages_of,
+    swap_of,
     sync_of,
 )
 from shoal.comm.collectives import all_reduce, broadcast, start_all_reduce
@@ -82,9 +83,10 @@ class Engine:
         weight: Callable[[Batch], Tensor] | None = None,
         swap: Path | None = None,
     ) -> None:
-        self.world, self._swap = world or World(), swap
+        self.world = world or World()
         self.layout = layout.fill(self.world.size)
         self.layout.check_built()
+        self._swap = swap_of(self.layout, swap or Path(), first=self.world.rank == 0)
         self.optimizer, self.rate, self.seed = optimizer or Optimizer(), rate, seed
         self.task = as_task(model, loss, weight)
         check_module(self.task.module)

@@ -20,6 +20,7 @@ from shoal.layout import Layout
 from shoal.report.progress import progress
 
 if TYPE_CHECKING:
+    from shoal.train.asked import Asked
     from shoal.train.metrics import Sink
 
 console = Console(highlight=False, soft_wrap=True, emoji=False)
@@ -62,17 +63,15 @@ def fewest(plan: Layout) -> int:
 
 
 @contextmanager
-def ready(config: Config, fresh: bool, watching: str, json: bool) -> Iterator[None]:
+def ready(config: Config, layout: Layout, asked: Asked, json: bool) -> Iterator[None]:
     """Check what the run needs, before anything is written, and hold its folder."""
     from shoal.train.folder import occupy
     from shoal.train.prepare import prepare
 
     announce(config, json)
     with progress_bar(quiet=json) as progress:
-        prepare(config, progress, fresh=fresh, watching=watching)
-    with occupy(config, fresh=fresh) as aside:
-        if aside is not None and not json:
-            console.print(f"the earlier run is now {escape(str(aside))}")
+        prepare(config, layout, progress, asked)
+    with occupy(config):
         yield
 
 

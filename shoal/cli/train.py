@@ -63,6 +63,7 @@ def train(
     if print_config:
         typer.echo(configuration.toml(config), nl=False)
         return
+    from shoal.train.asked import Asked
     from shoal.train.launch import launched, train_here, train_joined
     from shoal.train.setup import fit
 
@@ -72,8 +73,8 @@ def train(
         raise ConfigError(setting("-n", processes, problem, f"leave it out, or use -n {joined}"))
     plan = fit(config, plan, joined or processes or fewest(plan))
     begin = train_joined if joined else train_here
-    watching = "--trace" if trace else "--memory" if memory else ""
-    begin(config, plan, partial(watch, config, json), partial(ready, config, fresh, watching, json), trace, memory)
+    asked = Asked(fresh=fresh, trace=trace, memory=memory)
+    begin(config, plan, partial(watch, config, json), partial(ready, config, plan, asked, json), asked)
 
 
 def verify(

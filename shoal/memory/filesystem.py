@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
+from functools import cache
 from pathlib import Path
 
 from shoal.errors import setting
@@ -11,11 +12,13 @@ IN_MEMORY = ("tmpfs", "ramfs")
 """Filesystems without one."""
 
 
+@cache
 def warn_of_memory(folder: Path) -> None:
-    """Warn of a ``folder`` for what memory has no room for, if it is in memory."""
+    """Warn, once, of a ``folder`` for what memory has no room for, if it is in memory."""
     if (kind := _filesystem(folder)) in IN_MEMORY:
         problem = f"is a {kind}, which takes what it holds from the memory that was to be spared"
-        warnings.warn(setting("memory.swap", folder, problem, "name a folder on a disk of this machine"), stacklevel=3)
+        legal = "name a folder on a disk of this machine"
+        logging.getLogger("shoal").warning("warning: %s", setting("memory.swap", folder, problem, legal))
 
 
 def _filesystem(folder: Path) -> str:

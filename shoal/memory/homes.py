@@ -17,7 +17,6 @@ from torch import Tensor
 from shoal.comm.process import return_freed_memory
 from shoal.memory.buffers import Buffers
 from shoal.memory.copies import Copies, Copy
-from shoal.memory.filesystem import warn_of_memory
 from shoal.memory.swap import SECTOR, SwapFile, Transfer
 from shoal.meter import HOST, mark
 
@@ -216,7 +215,6 @@ class Homes:
         """Tensors of these sizes will be kept on disk. Raises :class:`~shoal.errors.ShoalError` without the room."""
         total = sum(-(-one // SECTOR) * SECTOR for one in nbytes)
         if total:
-            warn_of_memory(self._folder)
             self._swap = SwapFile(self._folder, total)
             return_freed_memory()
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from shoal.memory.buffers import ALIGNMENT, Buffers
 from shoal.memory.copies import Copies
-from shoal.memory.filesystem import warn_of_memory
 from shoal.memory.on_host import Arriving, room
 from shoal.memory.swap import SwapFailed, SwapFile, Transfer
 
@@ -74,7 +73,6 @@ class OnDisk:
 
     def __init__(self, device: torch.device, folder: Path) -> None:
         self.device, self.copies, self.files = device, Copies(device), Files(folder)
-        warn_of_memory(folder)
         SwapFile(folder, ALIGNMENT).close()  # what cannot be had, a run is to know before it begins
         self.buffers = Buffers(pinned=self.copies.pinned)
         self._copied: list[weakref.ref[_Away]] = []

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shoal.errors import ShoalError
+from shoal.errors import ConfigError, ShoalError
 
 SECTOR = 4096
 """What offsets, sizes and addresses are multiples of, in bytes: no disk asks for more."""
@@ -34,6 +34,14 @@ class SwapFailed(ShoalError):
     """The disk has no room, does not answer, or lost what was written."""
 
     exit_code = 1
+
+
+def check_folder(folder: Path) -> None:
+    """See that ``folder`` can have a swap file. Raises :class:`~shoal.errors.ConfigError`."""
+    try:
+        SwapFile(folder, SECTOR).close()
+    except SwapFailed as error:
+        raise ConfigError(str(error)) from error
 
 
 class Transfer:

@@ -8,7 +8,7 @@ built, PyTorch's fused AdamW does the update, with a conversion before it and on
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Callable
 from ctypes import c_double, c_int, c_int64, c_void_p
 from functools import cache
@@ -78,7 +78,8 @@ def native() -> Callable[[Update], None] | None:
         function = library(Path(__file__).with_name("host_step.cpp")).host_adamw
     except NotBuilt as error:
         if error.tried:
-            warnings.warn(f"{error}\nOptimizer steps on the host use PyTorch's kernels.", RuntimeWarning, stacklevel=3)
+            log = logging.getLogger("shoal")
+            log.warning("warning: %s\nOptimizer steps on the host use PyTorch's kernels.", error)
         return None
     function.argtypes = [c_void_p] * 5 + [c_int64] + [c_int] * 4 + [c_double] * 5 + [c_int64, c_double]
     function.restype = None

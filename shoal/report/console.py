@@ -66,6 +66,8 @@ class ConsoleSink:
         ranks = f"{values['ranks']} process" + ("es" if values["ranks"] > 1 else "")
         data = self._config.data
         self._first, self._last = values["step"], values["steps"]
+        if values["aside"] is not None:
+            self._print(f"the earlier run is now {escape(values['aside'])}")
         self._print(
             f"[bold]{run.name}[/]: {values['parameters']:,} parameters, layout [bold]{values['layout']}[/] on {ranks}; "
             f"{self._last:,} steps of {data.batch} × {data.seq_len} tokens; "

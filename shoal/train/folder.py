@@ -8,7 +8,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -53,29 +53,18 @@ def check_absent(path: Path) -> None:
 
 
 @contextmanager
-def occupy(config: Config, *, fresh: bool = False) -> Iterator[Path | None]:
-    """Make the run's folder if it is missing and keep others out of it; with ``fresh``, move an earlier run aside.
+def occupy(config: Config) -> Iterator[None]:
+    """Make the run's folder if it is missing and keep others out of it.
 
-    Yields where the earlier run went, None where none was moved. Processes forked meanwhile hold the folder too: it is
-    free when the last of them has ended. Raises :class:`ConfigError` when another run is at work there, or when the
-    folder cannot be written.
+    Processes forked meanwhile hold the folder too: it is free when the last of them has ended. Raises
+    :class:`ConfigError` when another run is at work there, or when the folder cannot be written.
     """
-    folder, aside = run_folder(config), None
-    if fresh and folder.exists():
-        with _locked(folder, config):
-            aside = _move_aside(folder, config)
-    with _locked(folder, config):
-        yield aside
-
-
-@contextmanager
-def _locked(folder: Path, config: Config) -> Iterator[None]:
+    folder = run_folder(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        problem = f"{folder} cannot be written: {error.strerror}"
-        raise ConfigError(setting("run.folder", config.run.folder, problem, "name a folder that can")) from None
+        raise _not_written(config, folder, error) from None
     try:
         if not _taken(lock):
             who = os.pread(lock, 200, 0).decode(errors="replace") or "another process"
@@ -104,10 +93,54 @@ def _taken(lock: int) -> bool:
             return True
 
 
-def _move_aside(folder: Path, config: Config) -> Path:
+def move_aside(config: Config) -> Path | None:
+    """Move what an earlier run left to a new folder beside the run's, which stays, and stays held; where to, None where
+    nothing was left. To be done when nothing can be refused any more.
+
+    Raises :class:`ConfigError` where the folder beside cannot be written.
+    """
+    folder = run_folder(config)
+    left = [path for path in folder.iterdir() if path.name != _LOCK] if folder.is_dir() else []
+    if not left:
+        return None
+    try:
+        aside = _new_beside(folder, config)
+        for path in left:
+            path.rename(aside / path.name)
+    except OSError as error:
+        raise _not_written(config, folder.parent, error) from None
+    return aside
+
+
+def _new_beside(folder: Path, config: Config) -> Path:
     for number in range(1, 1000):
         aside = folder.with_name(f"{folder.name}.old-{number}")
-        if not aside.exists():
-            return folder.rename(aside)
+        with suppress(FileExistsError):
+            aside.mkdir()
+            return aside
     legal = f"remove some of {folder}.old-*"
     raise ConfigError(setting("run.name", config.run.name, "a thousand earlier runs have been moved aside", legal))
+
+
+def check_apart(config: Config) -> None:
+    """Refuse to move aside what the run itself needs: weights, data or a swap folder in the run's folder.
+
+    Raises :class:`ConfigError`.
+    """
+    folder, data = run_folder(config), config.data
+    needed = {
+        "checkpoint.start": config.checkpoint.start,
+        "data.text": data.text,
+        "data.path": data.path,
+        **{f"data.sources.{number}.path": source.path for number, source in enumerate(data.sources)},
+        "memory.swap": config.memory.swap,
+    }
+    for name, path in needed.items():
+        if path is not None and path.resolve().is_relative_to(folder.resolve()):
+            problem = f"is in {folder}, which --fresh would move aside"
+            raise ConfigError(setting(name, path, problem, "give the run another name, or move it out of there"))
+
+
+def _not_written(config: Config, folder: Path, error: OSError) -> ConfigError:
+    problem = f"{folder} cannot be written: {error.strerror}"
+    return ConfigError(setting("run.folder", config.run.folder, problem, "name a folder that can"))

@@ -13,6 +13,7 @@ from shoal.comm.world import World, init
 from shoal.config import Config
 from shoal.errors import ConfigError, RankFailed, ShoalError, Stopped, setting
 from shoal.layout import Layout
+from shoal.train.asked import NOTHING, Asked
 from shoal.train.folder import run_folder
 from shoal.train.loop import train
 from shoal.train.metrics import Sink
@@ -33,23 +34,19 @@ def launched() -> int | None:
     return None
 
 
-def train_here(
-    config: Config, layout: Layout, watch: Watch, ready: Ready, trace: bool = False, memory: bool = False
-) -> None:
+def train_here(config: Config, layout: Layout, watch: Watch, ready: Ready, asked: Asked = NOTHING) -> None:
     """The whole run, in processes of this machine. Raises what a rank raised first, or :class:`Stopped`."""
     threads = max(1, _cpus() // layout.ranks)
     with _ending_well(config), ready(), Pool(layout.ranks, threads=threads) as pool:
-        pool.run(train, config, layout, watch, trace, memory, timeout_s=config.run.timeout, device=config.run.device)
+        pool.run(train, config, layout, watch, asked, timeout_s=config.run.timeout, device=config.run.device)
 
 
-def train_joined(
-    config: Config, layout: Layout, watch: Watch, ready: Ready, trace: bool = False, memory: bool = False
-) -> None:
+def train_joined(config: Config, layout: Layout, watch: Watch, ready: Ready, asked: Asked = NOTHING) -> None:
     """This process's part of a run whose ranks a launcher has started."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher says what happened, once for all ranks
     with init(device=config.run.device, timeout_s=config.run.timeout) as world, ExitStack() as held:
         _on_first_rank(world, lambda: held.enter_context(ready()))
-        train(world, config, layout, watch, trace, memory)
+        train(world, config, layout, watch, asked)
 
 
 def _on_first_rank(world: World, work: Callable[[], None]) -> None:

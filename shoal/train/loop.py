@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shoal import __version__
-from shoal.comm.collectives import all_reduce
+from shoal.comm.collectives import all_reduce, barrier
 from shoal.comm.world import World
 from shoal.config import Config, toml
 from shoal.data.batches import Batch, Batches, batch_hash
@@ -25,8 +25,9 @@ from shoal.data.tokenize import load_tokenizer
 from shoal.engine import Engine
 from shoal.errors import Diverged, Stopped
 from shoal.layout import Layout
+from shoal.train.asked import NOTHING, Asked
 from shoal.train.budget import within_budget
-from shoal.train.folder import COMPANIONS, TOKENIZER, run_folder
+from shoal.train.folder import COMPANIONS, TOKENIZER, move_aside, run_folder
 from shoal.train.metering import Metering
 from shoal.train.metrics import Sink, open_sinks
 from shoal.train.resume import advice, find_newest, last_step, remember
@@ -42,17 +43,14 @@ def train(
     config: Config,
     layout: Layout,
     watch: Callable[[], Sequence[Sink]],
-    trace: bool = False,
-    memory: bool = False,
+    asked: Asked = NOTHING,
 ) -> dict[str, Any]:
     """Train from the newest checkpoint of the run, or from the start, to the last step.
 
     ``layout`` fits ``world`` (see :func:`~shoal.train.setup.fit`). ``watch()`` makes further sinks, on the first rank.
-    With ``trace``, what happens in some steps is written down (:mod:`shoal.train.tracing`); with ``memory``, what one
-    holds (:mod:`shoal.train.metering`).
     Returns the last step and the validation loss there (None without a validation split).
     """
-    return _Run(world, config, layout, watch, trace, memory).train()
+    return _Run(world, config, layout, watch, asked).train()
 
 
 class _Run:
@@ -64,15 +62,14 @@ class _Run:
         config: Config,
         layout: Layout,
         watch: Callable[[], Sequence[Sink]],
-        trace: bool,
-        memory: bool,
+        asked: Asked,
     ) -> None:
         self.world, self.config = world, config
         self.folder = run_folder(config)
         self.source, self.validation = open_splits(config)
         self.size = batch_size(config)
         layout = within_budget(config, layout, world, self.source)
-        self.metering = Metering(self.folder) if memory else None
+        self.metering = Metering(self.folder) if asked.memory else None
         with self.metering.building() if self.metering is not None else nullcontext():
             self.engine: Engine = make_engine(config, layout, world)
         self.engine.overlap = True  # nobody here reads parameters but through it
@@ -82,11 +79,17 @@ class _Run:
         self.hashes: dict[int, str] = {}
         self.seconds: dict[int, float] = {}
         """Of steps that have not finished: the hash of their samples, and what they took before the next began."""
-        continues = self._resume()
-        self.tracing = Tracing(self.engine, self.folder, self.steps - self.engine.steps_done) if trace else None
+        continues = self._resume(fresh=asked.fresh)
+        self.tracing = Tracing(self.engine, self.folder, self.steps - self.engine.steps_done) if asked.trace else None
         if self.metering is not None:
             self.metering.begin(self.engine, self.steps - self.engine.steps_done)
+        self.aside: Path | None = None
+        """Where an earlier run went."""
+        if asked.fresh:
+            barrier(world.everyone)  # what any rank refuses, it has refused
         if world.rank == 0:
+            if asked.fresh:
+                self.aside = move_aside(config)
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "run.toml").write_text(toml(config), encoding="utf-8")
             _keep_tokenizer(self.source, self.folder)
@@ -198,10 +201,10 @@ class _Run:
         path = self.engine.save(self.folder, self.memory, keep=self.config.checkpoint.keep)
         self._tell("checkpoint", step=self.engine.steps_done, path=str(path))
 
-    def _resume(self) -> bool:
-        """Continue from the newest checkpoint of the run's folder, if it is one of the same run, or begin with the
-        weights that the run file names; returns whether it continues."""
-        found = find_newest(self.config, self.source)
+    def _resume(self, *, fresh: bool) -> bool:
+        """Continue from the newest checkpoint of the run's folder, if it is one of the same run and this one does not
+        start ``fresh``, or begin with the weights that the run file names; returns whether it continues."""
+        found = None if fresh else find_newest(self.config, self.source)
         if found is not None:
             with advice(found):
                 self.engine.load(found)
@@ -235,6 +238,7 @@ class _Run:
             "step": self.engine.steps_done,
             "steps": self.steps,
             "folder": str(self.folder),
+            "aside": None if self.aside is None else str(self.aside),
             "data": [part.as_json() for part in parts_of(self.source)],
             "shoal": __version__,
             "torch": torch.__version__,

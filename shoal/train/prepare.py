@@ -16,31 +16,39 @@ from shoal.data.store import TokenStore
 from shoal.data.store_writer import check_free
 from shoal.data.tokenize import END_OF_DOCUMENT, tokenize, train_tokenizer
 from shoal.errors import DataError, setting
+from shoal.layout import Layout
+from shoal.memory.swap import check_folder
+from shoal.train.asked import NOTHING, Asked
+from shoal.train.folder import check_apart
 from shoal.train.metrics import check_packages
 from shoal.train.resume import check_left, find_newest
 from shoal.train.samples import open_splits
-from shoal.train.setup import Source
+from shoal.train.setup import Source, swap_folder
 from shoal.train.start import check_start, tokenizer_of
 
 Progress = Callable[[str, int, int], None]
 """(what is being done, bytes done, bytes in all)."""
 
 
-def prepare(config: Config, progress: Progress, *, fresh: bool = False, watching: str = "") -> None:
-    """Find whatever would fail later, before anything of the run is written: see :func:`prepare_data`,
-    :func:`~shoal.train.resume.find_newest` unless the run starts ``fresh``, :func:`~shoal.train.start.check_start`
-    where that finds nothing to go on from, and :func:`~shoal.train.resume.check_left` where an option has asked for
-    ``watching`` a step.
+def prepare(config: Config, layout: Layout, progress: Progress, asked: Asked = NOTHING) -> None:
+    """Find whatever would fail later, before any process starts and anything of the run is written: see
+    :func:`prepare_data`, :func:`~shoal.train.resume.find_newest` unless the run starts fresh, then
+    :func:`~shoal.train.folder.check_apart`, :func:`~shoal.train.start.check_start` where there is nothing to go on
+    from, and :func:`~shoal.train.resume.check_left` where an option has asked to watch a step.
 
     Raises a :class:`~shoal.errors.ShoalError`.
     """
     check_packages(config)
-    source = prepare_data(config, progress, fresh=fresh)
-    found = None if fresh else find_newest(config, source)
+    if asked.fresh:
+        check_apart(config)
+    if any(part.where == "nvme" for part in layout.offload):
+        check_folder(swap_folder(config))
+    source = prepare_data(config, progress, fresh=asked.fresh)
+    found = None if asked.fresh else find_newest(config, source)
     if found is None:
         check_start(config, source)
-    elif watching:
-        check_left(config, found, watching)
+    elif asked.watching:
+        check_left(config, found, asked.watching)
 
 
 def prepare_data(config: Config, progress: Progress, *, fresh: bool = False) -> Source:

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from shoal.build import DTYPES
+from shoal.build import DTYPES, check_optimizers
 from shoal.comm.world import World
 from shoal.config import Config
 from shoal.data.batch_size import BatchSize
@@ -37,16 +37,16 @@ class Source(Protocol):
 def fit(config: Config, layout: Layout, world: int) -> Layout:
     """``layout`` on ``world`` ranks, checked against the model and the batch before any process group exists.
 
-    Raises :class:`~shoal.errors.LayoutError`, or :class:`~shoal.errors.ConfigError` where the groups of the optimizer
-    do not suit the model.
+    Raises :class:`~shoal.errors.LayoutError`, or :class:`~shoal.errors.ConfigError` where the optimizer does not suit
+    the model.
     """
     layout.check_built()
     filled = layout.fill(world)
     for samples in batch_size(config).sizes():
         filled.check(config.model, samples, world)
-    if config.optimizer.groups:
-        model = make_model(config, filled)
-        Treatments(config.optimizer).check(model, model.roles)
+    model, treat = make_model(config, filled), Treatments(config.optimizer)
+    treat.check(model, model.roles)
+    check_optimizers(filled, treat.names)
     return filled
 
 
@@ -115,10 +115,14 @@ def make_engine(config: Config, layout: Layout, world: World) -> Engine:
         rate=learning_rate(config),
         seed=config.run.seed,
         world=world,
-        swap=config.memory.swap or _existing(run_folder(config)),
+        swap=swap_folder(config),
     )
 
 
-def _existing(folder: Path) -> Path:
-    """The folder, or the first above it that there is: nothing is left in it."""
+def swap_folder(config: Config) -> Path:
+    """Where what is to be on a disk goes: ``memory.swap``, or the run's folder, or the first above it that there is, as
+    nothing is left there."""
+    if config.memory.swap is not None:
+        return config.memory.swap
+    folder = run_folder(config)
     return next((one for one in (folder, *folder.absolute().parents) if one.is_dir()), folder)

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from shoal.build import swap_of
+from shoal.layout import Layout
 from shoal.memory import filesystem as filesystem_module
 from shoal.memory.homes import DeviceHome, DiskHome, Homes, HostHome
 
@@ -84,7 +86,16 @@ def test_sums_on_the_host_add_up(homes: Homes) -> None:
     assert not homes._buffers._lent
 
 
-def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_rank_warns_once_of_a_folder_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(filesystem_module, "_filesystem", lambda _: "tmpfs")
-    with pytest.warns(UserWarning, match=r"memory.swap = .*: is a tmpfs"):
-        Homes(torch.device("cpu"), tmp_path).reserve([1])
+    for line, first, told in (
+        ("offload=optimizer:cpu", True, 0),
+        ("offload=optimizer:nvme", False, 0),
+        ("offload=optimizer:nvme", True, 1),
+        ("offload=activations:nvme", True, 1),
+    ):
+        assert swap_of(Layout.parse(line), tmp_path, first=first) == tmp_path
+        assert len(caplog.messages) == told, line
+    assert f"memory.swap = {tmp_path}: is a tmpfs" in caplog.text

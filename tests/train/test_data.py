@@ -130,7 +130,7 @@ def test_a_store_is_packed_once_for_training_and_validation(
     """Where the run is prepared, and in each rank."""
     config = configuration.load(run_file(tmp_path, chat))
     calls = counting(monkeypatch, samples, "pack")
-    prepare(config, lambda *_: None)
+    prepare(config, config.plan(), lambda *_: None)
     assert len(calls) == 1
     assert train(World(), config, config.plan(), tuple)["validation_loss"] is not None
     assert len(calls) == 2

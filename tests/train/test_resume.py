@@ -221,14 +221,3 @@ def test_a_checkpoint_with_a_flipped_bit_is_refused_and_the_one_before_goes_on(
     shutil.move(newest, tmp_path / "away")
     assert shoal("train", file, *sets(run__stop=6)).code == 0
     assert events(run, "start")[-1]["step"] == 5
-
-
-def test_fresh_moves_the_old_run_aside_and_loses_nothing(half: Path, shoal: Shoal, store: Path, tmp_path: Path) -> None:
-    folder = copied(half, tmp_path)
-    saved = snapshot(folder / "out" / "run")
-    result = shoal("train", write_run(folder, store), "--fresh", *sets(run__steps=1, run__seed=5))
-    assert (result.code, result.err) == (0, "")
-    aside = folder / "out" / "run.old-1"
-    assert f"the earlier run is now {aside}" in result.out
-    assert snapshot(aside) == saved
-    assert [values["step"] for values in events(aside.with_name("run"), "step")] == [1]
