@@ -65,7 +65,7 @@ def test_train_tells_a_person_its_course_and_what_to_do_next(said: tuple[Path, E
         assert words in lines[0]
     for step in ("1", "2", "3"):
         (line,) = [line for line in lines if line.startswith(f"step {step}/3 ")]
-        for words in ("loss ", "grad norm ", "lr ", "tokens/s", "GiB", "left"):
+        for words in ("loss ", "grad norm ", "lr ", "tokens/s", "iB", "left"):
             assert words in line
     assert f"  saved {run}/step-00000002" in lines
     assert "  validation loss" in result.out

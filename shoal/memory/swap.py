@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError, ShoalError
+from shoal.sizes import size_text
 
 SECTOR = 4096
 """What offsets, sizes and addresses are multiples of, in bytes: no disk asks for more."""
@@ -80,8 +81,8 @@ class SwapFile:
             self._file.close()
             free = shutil.disk_usage(folder).free
             raise SwapFailed(
-                f"{folder}: a swap file of {_gib(nbytes)} cannot be had: {error.strerror} ({_gib(free)} are free); "
-                f"{_OTHER_FOLDER}"
+                f"{folder}: a swap file of {size_text(nbytes)} cannot be had: {error.strerror} "
+                f"({size_text(free)} are free); {_OTHER_FOLDER}"
             ) from error
         self.direct = _pass_the_page_cache_by(self._file.fileno())
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="swap")
@@ -175,7 +176,3 @@ def _pass_the_page_cache_by(descriptor: int) -> bool:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"

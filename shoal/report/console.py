@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from shoal.config import Config
+from shoal.sizes import size_text
 
 Values = Mapping[str, Any]
 
@@ -73,6 +74,8 @@ class ConsoleSink:
             f"{self._last:,} steps of {data.batch} × {data.seq_len} tokens; "
             f"everything goes to {escape(values['folder'])}/"
         )
+        if (peak := values["peak_bytes"]) is not None and (budget := self._config.memory.budget_gib) is not None:
+            self._print(f"memory: a step takes {size_text(peak)} of {size_text(budget * 2**30)} on a rank's device")
         for part in values["data"]:
             self._part(part)
         if self._first == self._last:
@@ -100,7 +103,7 @@ class ConsoleSink:
         self._print(
             f"step {step:>{len(str(self._last))}}/{self._last}  loss {values['loss']:.4f}  "
             f"grad norm {values['grad_norm']:.3f}  lr {values['lr']:.2e}  {values['tokens_per_s']:,.0f} tokens/s  "
-            f"{values['memory_gib']:.2f} GiB  {_clock(left)} left"
+            f"{size_text(values['memory_gib'] * 2**30)}  {_clock(left)} left"
         )
 
     def _trace(self, values: Values) -> None:
@@ -128,12 +131,12 @@ class ConsoleSink:
 
     def _memory(self, values: Values) -> None:
         """Where the memory of a step is, and the most that a rank held."""
-        gib, host = values["bytes"] / 2**30, values["host_bytes"] / 2**30
-        beside = f", and {host:.3f} GiB on the host" if host else ""
+        host = values["host_bytes"]
+        beside = f", and {size_text(host)} on the host" if host else ""
         self._print(
             f"\n[bold]memory[/] of step {values['step']}: {escape(values['path'])}; [bold]shoal report "
             f"{escape(shlex.quote(str(Path(values['path']).parent)))} --memory[/] shows it\n"
-            f"  most: {gib:.3f} GiB on rank {values['rank']}, {values['phase']}{beside}"
+            f"  most: {size_text(values['bytes'])} on rank {values['rank']}, {values['phase']}{beside}"
         )
 
     def _end(self, values: Values) -> None:

@@ -29,10 +29,11 @@ from shoal.report.pipeline import PassTimes, Pipeline, on_the_clock, shown_of
 from shoal.report.pipeline_terminal import Timeline
 from shoal.report.pipeline_words import by_rank, figures, headline, times_words
 from shoal.report.wording import units_text
+from shoal.sizes import Unit, unit_for
 
 Balance = Literal["time", "memory"]
 
-_MS, _MIB = 1e3, 2**-20
+_MS = 1e3
 _DIGITS = 3
 """Of a time in a layout: more is noise."""
 
@@ -207,12 +208,12 @@ def _of(costs: LayerCosts | Costs, at: int) -> dict[str, float]:
 
 
 def _stages(found: Measured) -> RenderableType:
-    table = Table("stage", "rank", "layers", box=None, pad_edge=False, header_style="dim")
-    for head in ("F ms", "I ms", "W ms", "held MiB"):
+    table, unit = Table("stage", "rank", "layers", box=None, pad_edge=False, header_style="dim"), _unit(found)
+    for head in ("F ms", "I ms", "W ms", f"held {unit.name}"):
         table.add_column(head, justify="right")
     for at, units in enumerate(found.stages):
         *times, held, _ = _of(found.of_stages, at).values()
-        numbers = [f"{number:.3g}" for number in (*times, held * _MIB)]
+        numbers = [*(f"{number:.3g}" for number in times), unit.of(held)]
         names = escape(units_text([found.names[unit] for unit in units]))
         table.add_row(str(at), str(found.seen.home[at]), names, *numbers)
     return table
@@ -222,7 +223,12 @@ def _figures(found: Measured) -> RenderableType:
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value, what in figures(found.seen):
         table.add_row(name, f"[bold]{value}[/]", f"[dim]{escape(what)}[/]")
-    mib = [round(peak * _MIB, 2) for peak in found.peak_bytes]
-    what = f"{by_rank(mib)}: activations and what is between passes, without weights, gradients and states"
-    table.add_row("peak MiB", f"[bold]{max(mib):.4g}[/]", f"[dim]{escape(what)}[/]")
+    unit = _unit(found)
+    by = by_rank([round(peak / unit.size, 2) for peak in found.peak_bytes])
+    what = f"{by}: activations and what is between passes, without weights, gradients and states"
+    table.add_row(f"peak {unit.name}", f"[bold]{unit.of(max(found.peak_bytes))}[/]", f"[dim]{escape(what)}[/]")
     return table
+
+
+def _unit(found: Measured) -> Unit:
+    return unit_for(max(found.peak_bytes))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from shoal.memory.account import Memory, Moment
 from shoal.purposes import ACTIVATIONS, COMMUNICATION, GRADIENTS, HOST, LOGITS, PARAMETERS, STATES
+from shoal.sizes import Unit, unit_for
 
 OTHER = "other"
 WORDS = {
@@ -26,20 +26,6 @@ HOST_WORDS = "on the host, most of the phase"
 SHOWN = 16
 """Ranks at most."""
 
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
-
-
-class Unit(NamedTuple):
-    """In what bytes are told."""
-
-    name: str
-    size: int
-
-    def of(self, nbytes: float) -> str:
-        """How many of it, in three digits."""
-        value = nbytes / self.size
-        return f"{value:,.{0 if value >= 100 or self.size == 1 else 1 if value >= 10 else 2}f}"
-
 
 def parts(moment: Moment) -> dict[str, int]:
     """The bytes of each part, in the order of :data:`WORDS`; together they are all there was."""
@@ -49,8 +35,7 @@ def parts(moment: Moment) -> dict[str, int]:
 
 def unit_of(memory: Memory) -> Unit:
     """The largest of which there are some."""
-    most = max(moment.total for moment in memory.moments)
-    return Unit(*next((name, size) for name, size in _UNITS if most >= size or size == 1))
+    return unit_for(_most(memory))
 
 
 def shown(memory: Memory) -> list[int]:

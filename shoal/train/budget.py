@@ -2,15 +2,19 @@
 
 Nothing is guessed. Two steps are taken with an engine that is thrown away, under the meter (on a GPU, its allocator
 counts): the first brings every buffer into being, the second is recorded. All that is asked for is away then, and what
-the record leaves of the budget is what may stay.
+the record leaves of the budget is what may stay. Where it leaves nothing, layouts that take less are recorded in the
+same way until one fits, what costs least first.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from math import ceil
+from typing import NamedTuple
 
 import torch
 
@@ -18,38 +22,52 @@ from shoal.comm.collectives import all_reduce
 from shoal.comm.world import World
 from shoal.config import Config
 from shoal.engine import Engine
-from shoal.errors import ConfigError, setting
+from shoal.errors import ConfigError, ShoalError, setting
 from shoal.layout import Layout, Offload
 from shoal.layout.kinds import HALVES
+from shoal.layout.text import value_text
 from shoal.meter import HOST, Meter, cuda_peak
-from shoal.train.setup import Source, make_engine
+from shoal.sizes import size_text
+from shoal.train.setup import Source, fit, make_engine
 
 _GIB = 2**30
 _PARTS = 1000
 """Fractions are whole thousandths: all ranks take the same one."""
 
 
-def within_budget(config: Config, layout: Layout, world: World, source: Source) -> Layout:
+class Within(NamedTuple):
+    """A layout that fits a budget, and what it takes: ``peak``, the most bytes that a rank's device holds in a step;
+    None without a budget, of which nothing is known."""
+
+    layout: Layout
+    peak: int | None = None
+
+
+def within_budget(config: Config, layout: Layout, world: World, source: Source) -> Within:
     """The ``layout`` of a run, filled in: with a budget, of the optimizer states that it has on the host
     (``optimizer:cpu`` without a fraction) only as many go there as must. All ranks call this.
 
     Raises :class:`ConfigError`, the same on every rank, where a step does not fit.
     """
     if config.memory.budget_gib is None:
-        return layout
+        return Within(layout)
     budget = config.memory.budget_gib * _GIB
     peak, away = _record(config, layout, world, source)
-    most = torch.tensor([peak], dtype=torch.int64, device=world.device)
-    all_reduce(most, world.everyone, "budget", "max")
-    if most.item() > budget:
-        needs = ceil(most.item() / _GIB * 1000) / 1000
-        problem = f"a step takes {most.item() / _GIB:.3f} GiB on the device of the rank that needs most"
-        legal = f"use {needs} or more, or take more off the device: {', '.join(_more(layout))}"
-        raise ConfigError(setting("memory.budget_gib", config.memory.budget_gib, problem, legal))
-    share = max(0.0, 1 - (budget - peak) / away) if away else 0.0
-    parts = torch.tensor([ceil(share * _PARTS)], dtype=torch.int64, device=world.device)
-    all_reduce(parts, world.everyone, "budget", "max")
-    return replace(layout, offload=tuple(_shares(layout.offload, parts.item() / _PARTS)))
+    if (most := _most(peak, world)) > budget:
+        raise _refusal(config, layout, world, source, most)
+    share = max(0.0, 1 - (budget - peak) / away) if away and _flexible(layout.offload) else 0.0
+    share = _most(ceil(share * _PARTS), world) / _PARTS
+    if _flexible(layout.offload):
+        layout = replace(layout, offload=tuple(_shares(layout.offload, share)))
+        peak += round((1 - share) * away)
+    return Within(layout, _most(peak, world))
+
+
+def _most(number: int, world: World) -> int:
+    """The largest of all ranks'."""
+    found = torch.tensor([number], dtype=torch.int64, device=world.device)
+    all_reduce(found, world.everyone, "budget", "max")
+    return int(found.item())
 
 
 def _record(config: Config, layout: Layout, world: World, source: Source) -> tuple[int, int]:
@@ -68,7 +86,7 @@ def _record(config: Config, layout: Layout, world: World, source: Source) -> tup
         mixed = layout.dtype in HALVES and config.optimizer.rounding == "nearest"
         away = sum(one.tensor.nbytes for one in engine.fragments() if mixed or one.kind != "weight")
     del engine
-    gc.collect()  # a second one is about to be made
+    gc.collect()  # another is about to be made
     return peak, away
 
 
@@ -77,20 +95,66 @@ def _step(engine: Engine, source: Source) -> None:
     engine.drain()
 
 
-def _shares(parts: Iterable[Offload], fraction: float) -> Iterable[Offload]:
+def _is_flexible(part: Offload) -> bool:
+    return (part.what, part.where, part.fraction) == ("optimizer", "cpu", 1.0)
+
+
+def _flexible(parts: Iterable[Offload]) -> bool:
+    """Whether a part of the states may stay on the device."""
+    return any(map(_is_flexible, parts))
+
+
+def _shares(parts: Iterable[Offload], fraction: float) -> Iterator[Offload]:
     for part in parts:
-        if (part.what, part.where, part.fraction) != ("optimizer", "cpu", 1.0):
+        if not _is_flexible(part):
             yield part
         elif fraction > 0:
             yield replace(part, fraction=fraction)
 
 
-def _more(layout: Layout) -> list[str]:
-    """What would take memory off the device that the layout leaves there."""
-    away = {part.what for part in layout.offload if part.fraction == 1.0}
-    may = ["activations"] if layout.sync == "server" else ["optimizer", "activations"]
-    divides = layout.sync != "server" and not layout.asynchronous
-    found = [f"offload={what}:cpu" for what in [*may, *(("params", "grads") if divides else ())] if what not in away]
-    found += ["recompute=full"] * (layout.recompute != "full")
-    found += ["zero=3"] * (divides and layout.zero < 3 and layout.dp > 1)
-    return [*found, f"mb={2 * layout.mb}"]
+def _refusal(config: Config, layout: Layout, world: World, source: Source, most: int) -> ConfigError:
+    """A step takes ``most``: what takes less, as measured, up to the first layout that fits."""
+    budget, lowest, found, fits = config.memory.budget_gib, most, [], False
+    assert budget is not None
+    for key, change in _LESS:
+        changed = layout
+        with suppress(ShoalError):  # it is not for this layout, model or batch
+            changed = fit(config, change(layout), world.size)
+        if changed == layout:
+            continue
+        needs = _most(_record(config, changed, world, source)[0], world)
+        if needs < lowest:
+            layout, lowest, fits = changed, needs, needs <= budget * _GIB
+            found.append((f"{key}={value_text(layout, key)}", size_text(needs) + ", which fits" * fits))
+            if fits:
+                break
+    problem = f"a step takes {size_text(most)} on the device of the rank that needs most"
+    legal = f"use {ceil(most / _GIB * 10**4) / 10**4:g} or more"
+    error = ConfigError(setting("memory.budget_gib", budget, problem, legal + f", or --layout {layout}" * fits))
+    if found:
+        width = 2 + max(len(what) for what, _ in found)
+        lines = [f"  {what:<{width}}{needs}" for what, needs in found]
+        error.add_note("\n".join(["What it takes, measured, each with those before it:", *lines]))
+    return error
+
+
+def _away(layout: Layout, what: str) -> Layout:
+    """``layout`` with all of ``what`` on the host, unless it is on a disk."""
+    if Offload(what, "nvme") in layout.offload:
+        return layout
+    others = [part for part in layout.offload if part.what != what]
+    return replace(layout, offload=(*others, Offload(what, "cpu")))
+
+
+def _divided(layout: Layout, stage: int) -> Layout:
+    return layout if layout.zero >= stage or layout.alike == 1 else replace(layout, zero=stage)
+
+
+_LESS: tuple[tuple[str, Callable[[Layout], Layout]], ...] = (
+    ("zero", lambda layout: _divided(layout, 1 if layout.asynchronous else 2)),
+    ("mb", lambda layout: replace(layout, mb=2 * layout.mb)),
+    ("recompute", lambda layout: replace(layout, recompute="full")),
+    ("zero", lambda layout: _divided(layout, 3)),
+    *(("offload", partial(_away, what=what)) for what in ("activations", "optimizer", "params", "grads")),
+)
+"""What makes a step take less on the device, by what it costs: the words of ZeRO-2 are an all-reduce's."""

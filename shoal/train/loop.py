@@ -68,7 +68,7 @@ class _Run:
         self.folder = run_folder(config)
         self.source, self.validation = open_splits(config)
         self.size = batch_size(config)
-        layout = within_budget(config, layout, world, self.source)
+        layout, self.peak = within_budget(config, layout, world, self.source)
         self.metering = Metering(self.folder) if asked.memory else None
         with self.metering.building() if self.metering is not None else nullcontext():
             self.engine: Engine = make_engine(config, layout, world)
@@ -235,6 +235,7 @@ class _Run:
             "layout": str(self.engine.layout),
             "ranks": self.world.size,
             "parameters": sum(p.numel() for p in make_model(self.config, self.engine.layout).parameters()),
+            "peak_bytes": self.peak,
             "step": self.engine.steps_done,
             "steps": self.steps,
             "folder": str(self.folder),

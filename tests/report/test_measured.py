@@ -163,7 +163,7 @@ def test_a_person_is_told_stages_bubble_bytes_and_what_to_do() -> None:
     console = Console(width=120, record=True, no_color=True, file=StringIO())
     console.print(measured_report(seen, RUN))
     text = console.export_text()
-    for words in ("list: 2 ranks, 4 micro-batches", "milliseconds", "embed, blocks 0–3", "bubble/time", "peak MiB"):
+    for words in ("list: 2 ranks, 4 micro-batches", "milliseconds", "embed, blocks 0–3", "bubble/time", "peak KiB"):
         assert words in text
     commands = [shlex.split(command) for _, command in to_do_with(seen, RUN, str(seen.layout), Asked())]
     assert [command[1] for command in commands] == ["train", "schedule"]
