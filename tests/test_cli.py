@@ -74,6 +74,7 @@ def test_train_tells_a_person_its_course_and_what_to_do_next(said: tuple[Path, E
     next_steps = result.out.partition("What to try next:")[2]
     assert f"shoal generate {run}" in next_steps
     assert f"shoal inspect {run}" in next_steps
+    assert f"shoal verify {run}/run.toml --layout dp=2,dtype=float64" in next_steps
 
 
 def test_train_writes_tensorboard_when_asked(said: tuple[Path, Ended]) -> None:

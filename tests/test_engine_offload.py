@@ -215,7 +215,6 @@ def overwritten(world: World, line: str) -> bool:
     ("line", "settings", "words"),
     [
         ("offload=optimizer:nvme", ["optimizer.name=muon"], ["optimizer:nvme", "Muon", "use offload=optimizer:cpu"]),
-        ("offload=grads:nvme", [], ["offload grads:nvme is not built yet", "optimizer:cpu"]),
         ("pp=2:2bw,mb=2,offload=params:cpu", [], ["2bw has several versions of params", "use offload=optimizer:cpu"]),
         ("pp=2:pipedream,offload=grads:cpu", [], ["layout.offload = grads:cpu", "use offload=optimizer:cpu"]),
     ],

@@ -18,6 +18,7 @@ from shoal import config as configuration
 from shoal.config import Config
 from shoal.layout import Layout
 from shoal.report.progress import progress
+from shoal.report.to_try import to_try
 
 if TYPE_CHECKING:
     from shoal.train.asked import Asked
@@ -92,12 +93,8 @@ def watch(config: Config, json: bool) -> Sequence[Sink]:
 
 def tell_next(steps: Iterable[tuple[str, str]]) -> None:
     """Print what to try next, if there is anything: (what for, command) of each."""
-    if not (listed := list(steps)):
-        return
-    width = max(len(what) for what, _ in listed) + 2
-    console.print("\nWhat to try next:")
-    for what, command in listed:
-        console.print(f"  {escape(what):<{width}}[bold]{escape(command)}[/]")
+    if words := to_try(steps):
+        console.print(words)
 
 
 @contextmanager

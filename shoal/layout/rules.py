@@ -7,6 +7,7 @@ refusal names the setting, its value, and the legal values nearest to it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -91,6 +92,9 @@ def _check_offload(layout: Layout) -> None:
         if not 0 < part.fraction <= 1:
             legal = f"use offload={part.what}:{part.where}@0.5"
             raise refusal(layout, "offload", f"'{part}' needs a fraction above 0 and at most 1", legal)
+        if (part.what, part.where) == ("grads", "nvme"):
+            problem = "gradients add up in memory, and come too often for a disk"
+            raise refusal(layout, "offload", problem, f"use offload={replace(part, where='cpu')}")
         if part.what in seen:
             raise refusal(layout, "offload", f"{part.what} is given twice", f"keep one offload={part}")
         seen.add(part.what)

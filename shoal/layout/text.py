@@ -102,7 +102,7 @@ _KEYS = {
     "auto": _Key("", "auto", "auto"),
 }
 
-_VALUE = re.compile(r"(?P<head>[^:/{}]+)(:(?P<kind>[^:/{}]+))?(/(?P<number>[^:/{}]+))?(\{(?P<options>[^{}]+)\})?")
+_VALUE = re.compile(r"(?P<head>[^:/{};=]+)(:(?P<kind>[^:/{};=]+))?(/(?P<number>[^:/{};=]+))?(\{(?P<options>[^{}]+)\})?")
 # Six digits: more than any cluster has ranks, few enough to search for the nearest legal size.
 _WHOLE = re.compile(r"-?[0-9]{1,6}")
 _DECIMAL = re.compile(r"([0-9]{1,30}\.?[0-9]{0,30}|\.[0-9]{1,30})(e-?[0-9]{1,3})?")
@@ -118,12 +118,13 @@ def read_line(text: str, offered: Collection[str]) -> dict[str, Any]:
     if any(given := [item.strip() for item in items]) and not all(given):
         legal = f"use {','.join(filter(None, given))}"
         raise LayoutError(setting("layout", text.strip(), "a comma stands between two keys", legal))
+    beside = {key.strip(): value.strip() for key, _, value in (item.partition("=") for item in items)}
     for item in items:
         key, equals, value = (part.strip() for part in item.partition("="))
         if key in _KEYS and bool(equals) == (key == "auto"):
             example = _KEYS[key].example
             raise LayoutError(setting("layout", item.strip(), "is not of the form KEY=VALUE", f"use {example}"))
-        _known_key(key, value, offered)
+        _known_key(key, value, offered, beside)
         if key in values:
             kept = f"{key}={values[key]}" if equals else key
             raise LayoutError(setting(f"layout.{key}", value or key, "the key is given twice", f"keep one {kept}"))
@@ -135,7 +136,7 @@ def read_table(table: Mapping[str, object], offered: Collection[str]) -> dict[st
     """The fields of ``Layout`` that a ``[layout]`` table sets. Raises ``LayoutError``, as :func:`read_line` does."""
     values: dict[str, str | None] = {}
     for key, value in table.items():
-        _known_key(key, str(value), offered)
+        _known_key(key, str(value), offered, {one: str(text) for one, text in table.items()})
         if key == "auto":
             if not isinstance(value, bool):
                 raise LayoutError(setting("layout.auto", value, "is not a truth value", "use true or false"))
@@ -148,12 +149,25 @@ def read_table(table: Mapping[str, object], offered: Collection[str]) -> dict[st
     return _read_values(values)
 
 
-def _known_key(key: str, value: str, offered: Collection[str]) -> None:
+def _known_key(key: str, value: str, offered: Collection[str], beside: Mapping[str, str]) -> None:
     if key not in _KEYS:
+        _known_option(key, value, beside)
         name, shown = (f"layout.{key}", value) if value else ("layout", key or "(nothing)")
         legal = [one for one in _KEYS if one in offered]
         problem = f"unknown key{nearest(key, legal)}"
         raise LayoutError(setting(name, shown, problem, f"use one of {', '.join(legal)}, as in dp=2,tp=4:2d"))
+
+
+def _known_option(name: str, value: str, beside: Mapping[str, str]) -> None:
+    """Say where an option belongs that is written as a key ``beside`` others."""
+    owners = [key for key, spec in _KEYS.items() if name in spec.options]
+    if not owners:
+        return
+    owner = next((key for key in owners if key in beside), owners[0])
+    head, _, rest = beside.get(owner, _KEYS[owner].example.partition("=")[2].partition("{")[0]).partition("{")
+    options = ";".join(filter(None, (rest.rstrip("}"), f"{name}={value}")))
+    problem = f"is an option of {owner}, and stands in its braces"
+    raise LayoutError(setting(f"layout.{name}", value, problem, f"use {owner}={head}{{{options}}}"))
 
 
 def _read_values(values: Mapping[str, str | None]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,6 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from shoal.config import Config
+from shoal.layout import Layout
+from shoal.report.to_try import to_try
 from shoal.sizes import size_text
 
 Values = Mapping[str, Any]
@@ -32,6 +35,9 @@ class ConsoleSink:
         self._console = PipeConsole(highlight=False, soft_wrap=True)
         self._started = time.monotonic()
         self._first = self._last = 0
+        self._layout = ""
+        self._written: list[str] = []
+        """Of "trace" and "memory" those that there is now something to report of."""
 
     def record(self, event: str, values: Values) -> None:
         match event:
@@ -53,8 +59,10 @@ class ConsoleSink:
                 self._print("\n[bold]The model continues:[/]")
                 self._print(f"[cyan]{escape(values['prompt'])}[/]{escape(values['text'])}\n")
             case "trace":
+                self._written.append(event)
                 self._trace(values)
             case "memory":
+                self._written.append(event)
                 self._memory(values)
             case "end":
                 self._end(values)
@@ -66,7 +74,7 @@ class ConsoleSink:
         run = self._config.run
         ranks = f"{values['ranks']} process" + ("es" if values["ranks"] > 1 else "")
         data = self._config.data
-        self._first, self._last = values["step"], values["steps"]
+        self._first, self._last, self._layout = values["step"], values["steps"], values["layout"]
         if values["aside"] is not None:
             self._print(f"the earlier run is now {escape(values['aside'])}")
         self._print(
@@ -151,9 +159,7 @@ class ConsoleSink:
         else:
             promised = "" if run.expected_loss is None else f" (this file promises {run.expected_loss:.2f})"
             self._print(f"[bold green]done[/] in {spent}: final validation loss [bold]{loss:.4f}[/]{promised}.")
-        self._print("\nWhat to try next:")
-        for what, command in _next(self._config, folder, step):
-            self._print(f"  {what:<34}[bold]{escape(command)}[/]")
+        self._print(to_try(_next(self._config, folder, step, self._layout, self._written)))
 
     def _print(self, text: str) -> None:
         self._console.print(text)
@@ -169,18 +175,33 @@ def _promise(config: Config) -> str | None:
     return ", ".join(parts) or None
 
 
-def _next(config: Config, folder: Path, step: int) -> list[tuple[str, str]]:
-    name, tips = shlex.quote(str(folder)), []
+def _next(config: Config, folder: Path, step: int, layout: str, written: Sequence[str]) -> Iterator[tuple[str, str]]:
+    name = shlex.quote(str(folder))
     if step < config.run.steps:
-        tips.append((f"go on to step {config.run.steps}", f"shoal train {name}/run.toml --set run.stop=0"))
+        yield f"go on to step {config.run.steps}", f"shoal train {name}/run.toml --set run.stop=0"
     if config.data.source == "tokens":
-        tips.append(("more text from this model", f'shoal generate {name} --prompt "In the beginning"'))
-    tips.append(("what was saved", f"shoal inspect {name}"))
+        yield "more text from this model", f'shoal generate {name} --prompt "In the beginning"'
+    yield "what was saved", f"shoal inspect {name}"
+    if "trace" in written:
+        yield "what its steps did", f"shoal report {name}"
+    if "memory" in written:
+        yield "what a step held", f"shoal report {name} --memory"
     if config.checkpoint.start is not None:
-        tips.append(("a folder for transformers", f"shoal export {name} {name}-hf"))
-    if (proof := Path("runs/tiny.toml")).exists():
-        tips.append(("proof that a layout computes it", f"shoal verify {proof} --layout dp=4,mb=2"))
-    return tips
+        yield "a folder for transformers", f"shoal export {name} {name}-hf"
+    plan = _compared(Layout.parse(layout), config.data.batch)
+    if plan is not None:
+        yield (
+            f"proof that {'this' if str(plan) == layout else 'another'} layout computes the same",
+            (f"shoal verify {name}/run.toml --layout {shlex.quote(str(plan))}"),
+        )
+
+
+def _compared(layout: Layout, batch: int) -> Layout | None:
+    """What to compare with one process: the run's own layout, or of one that is one process itself two replicas; None
+    where the batch cannot be halved."""
+    if str(replace(layout, dtype=Layout.dtype)) != "dp=1":
+        return layout
+    return replace(layout, dp=2) if batch % 2 == 0 else None
 
 
 def _clock(seconds: float) -> str:

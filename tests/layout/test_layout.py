@@ -90,7 +90,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         st.sampled_from([what for what in kinds.OFFLOAD_WHATS if what not in apart]),
         st.sampled_from(kinds.OFFLOAD_WHERES),
         st.one_of(st.just(1.0), st.floats(0, 1, exclude_min=True)),
-    )
+    ).filter(lambda part: (part.what, part.where) != ("grads", "nvme"))
     return Layout(
         dp=dp,
         tp=tp,
@@ -234,6 +234,7 @@ UNBUILT = {
     **{
         f"offload={what}:{where}": f"offload {what}:{where}"
         for what, where in product(kinds.OFFLOAD_WHATS, kinds.OFFLOAD_WHERES)
+        if (what, where) != ("grads", "nvme")
     },
     "dtype=bf16": "precision bf16",
     "dtype=fp16": "precision fp16",

@@ -138,6 +138,7 @@ REFUSALS = [
     ("dp=4,ep=4,etp=2", {"experts": 8}, "ep", "4", ["ep=2"]),
     # combinations
     ("pp=2:pipedream,zero=2", {}, "zero", "2", ["zero=1"]),
+    ("offload=grads:nvme@0.5", {}, "offload", "grads:nvme@0.5", ["offload=grads:cpu@0.5"]),
     ("pp=2:2bw,offload=params:nvme", {}, "offload", "params:nvme", ["offload=optimizer:nvme"]),
     ("pp=2:2bw,mb=2,zero=3", {}, "zero", "3", ["zero=1"]),
     ("pp=2:pipedream", {"tied": True}, "pp", "2:pipedream", ["model.tied=false", "pp=2:1f1b"]),
