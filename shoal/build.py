@@ -226,10 +226,15 @@ def sharing_of(layout: Layout) -> Sharing:
         int8_gather=layout.int8_gather,
         int8_reduce=layout.int8_reduce,
         size=(layout.zero_group or layout.alike * dict(layout.tensor_axes).get("a", 1)) if layout.zero else 1,
-        keep_params=layout.zero < 3,
+        keep_params=layout.zero < 3 and not _visiting(layout),
         keep_grads=layout.zero < 2,
-        cap_bytes=BUCKET_BYTES if layout.zero < 3 else 0,
+        cap_bytes=BUCKET_BYTES if layout.zero < 3 and not _visiting(layout) else 0,
     )
+
+
+def _visiting(layout: Layout) -> bool:
+    """Whether parameters come for their use, a unit at a time, as those do that are divided."""
+    return any(part.what == "params" for part in layout.offload)
 
 
 def swap_of(layout: Layout, folder: Path, *, first: bool) -> Path:
@@ -239,13 +244,13 @@ def swap_of(layout: Layout, folder: Path, *, first: bool) -> Path:
     return folder
 
 
-def away_of(layout: Layout, device: torch.device, swap: Path) -> Away | None:
-    """``offload``, but for activations: what model states live elsewhere, those on disk in a file in ``swap``."""
+def away_of(layout: Layout, homes: Homes | None = None) -> Away | None:
+    """``offload``, but for activations: what model states live elsewhere, in ``homes`` where there are ranks."""
     portions = {part.what: Portion(part.where, part.fraction) for part in layout.offload if part.what != "activations"}
     if not portions:
         return None
     return Away(
-        Homes(device, swap),
+        homes,
         portions.get("optimizer", Portion()),
         portions.get("params", Portion()),
         grads="grads" in portions,
@@ -267,8 +272,8 @@ def sync_of(
     ``masters`` says whether those in half precision have float32 copies; ``swap`` is for what lives on a disk."""
     trained = [one for one in held if one.parameter.requires_grad]
     frozen = [one for one in held if not one.parameter.requires_grad]
-    away = away_of(layout, mesh.world.device, swap)
-    visit = away is not None and away.params.fraction > 0
+    away = away_of(layout, Homes(mesh.world.device, swap))
+    visit = _visiting(layout)
     sharing = replace(sharing_of(layout), masters=masters, away=away)
     if layout.sync == "server":
         joined: Reduction = "max" if layout.reduce == "max" else "sum"
@@ -276,8 +281,6 @@ def sync_of(
     resident = layout.keep_params or layout.stages > 1 or sharing.split_backward
     if layout.zero == 3:
         return ZeroThree(trained, frozen, treat, mesh, sharing, uses=uses, resident=resident)
-    if visit:  # as those do that are divided: a unit at a time
-        sharing = replace(sharing, keep_params=False, cap_bytes=0)
     sync = (Zero if layout.zero else AllReduce)(trained, frozen, treat, mesh, sharing)
     if visit:
         sync.come_and_go(uses, resident=resident)

@@ -154,7 +154,7 @@ def show_layout(
         raise
     drawn = picture_path(plan, file) if picture or file is not None else None
     model = make_model(config, plan)
-    owned = ownership(model, plan, shown(plan))
+    owned = ownership(model, plan, shown(plan), config.optimizer)
     if drawn is not None:
         write_picture(owned, drawn)
     if json:

@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from shoal.report.ownership import KINDS, Kind, Ownership, Share
+from shoal.report.where import NAMES
 from shoal.report.wording import (
     counted,
     few,
@@ -23,6 +24,7 @@ from shoal.report.wording import (
     stages_text,
     units_text,
 )
+from shoal.sizes import size_text
 
 _SHARES, _SECTIONS = 8, 8
 """Holders of one tensor, and kinds of layers at one place of the pipeline, that are listed: of more, the first ones and
@@ -36,6 +38,7 @@ def layout_report(owned: Ownership) -> RenderableType:
     parts = [*_meaning(owned), *_seats(owned)]
     if len(owned.stages) > 1:
         parts += ["", "[bold]where it is cut[/]", _indented(escape(_cut(owned)))]
+    parts += _kept(owned)
     for place in range(owned.layout.pp):
         parts += _place(owned, place)
     return Group(*parts)
@@ -69,6 +72,20 @@ def _seats(owned: Ownership) -> Iterator[RenderableType]:
         table.add_row(*map(str, row), *map("  ".join, fields.values()))
     yield ""
     yield "[bold]which rank sits where[/]" + (f": the first of {owned.replicas} replicas" if owned.is_part else "")
+    yield _indented(table)
+
+
+def _kept(owned: Ownership) -> Iterator[RenderableType]:
+    """What each rank keeps of model states, by place; ranks that keep as much together."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for rank, there in owned.bytes.items():
+        alike.setdefault(tuple(there.get(place, 0) for place in NAMES), []).append(rank)
+    table = _table()
+    for sizes, ranks in few(list(alike.items()), _SHARES):
+        words = [f"{size_text(size)} {name}" if size else "" for size, name in zip(sizes, NAMES.values(), strict=True)]
+        table.add_row(f"rank{'s' * (len(ranks) > 1)} [bold]{ranks_text(ranks)}[/]", *words)
+    yield ""
+    yield "[bold]what a rank keeps[/]: parameters, gradients, masters and optimizer states"
     yield _indented(table)
 
 

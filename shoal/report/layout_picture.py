@@ -15,7 +15,9 @@ from shoal.report.ownership import KINDS, Kind, Ownership, Section, Share
 from shoal.report.panels import Panel
 from shoal.report.rank_map import Field
 from shoal.report.svg import CARD, FAINT, MUTED, Canvas, fitting, text_width, wrapped
+from shoal.report.where import NAMES
 from shoal.report.wording import counted, few, keeps, meaning, ranks_text, section_text, stages_text, units_text
+from shoal.sizes import size_text
 
 _MARGIN, _PADDING, _GAP, _BETWEEN = 24, 18, 22, 40
 """Pixels: around the picture, inside a card, between panels, between kinds of layers and fields of ranks."""
@@ -71,6 +73,10 @@ def _head(canvas: Canvas, owned: Ownership, inside: float) -> float:
     layout, title = owned.layout, str(owned.layout)
     canvas.text(_MARGIN, 44, title, fitting(title, 20, inside), bold=True)
     about = f"{counted(layout.ranks, 'rank')}, {owned.elements:,} weights"
+    if layout.offload:
+        most = {name: max(there.get(place, 0) for there in owned.bytes.values()) for place, name in NAMES.items()}
+        kept = ", ".join(f"{size_text(size)} {name}" for name, size in most.items() if size)
+        about += f"; of model states a rank keeps at most {kept}"
     canvas.text(_MARGIN, 66, about, 12, colour=MUTED)
     y, indent = 92.0, 24 + max(text_width(key, 12, bold=True) for key, _, _ in meaning(layout))
     for key, what, _ in meaning(layout):

@@ -7,7 +7,7 @@ tensors without memory are laid out, so neither a model nor a world can be too l
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, product
@@ -17,20 +17,21 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shoal.build import costs_of, held_units, homes_of, interpreter_of, sharing_of, stages_of
+from shoal.build import away_of, costs_of, held_units, homes_of, interpreter_of, sharing_of, stages_of
 from shoal.config import Optimizer
-from shoal.data_parallel.buckets import build_buckets
-from shoal.data_parallel.sharing import Sharing
+from shoal.data_parallel.buckets import Bucket, build_buckets
 from shoal.layout import Layout
 from shoal.local import LocalParameter, held_at, logical_parameters
 from shoal.mesh import Grid
 from shoal.model.task import Task
 from shoal.optim.treatment import Treatments
-from shoal.placement import Box, Fragment
+from shoal.placement import Box, Division, Fragment, Holders
+from shoal.report.where import bytes_by_place
 
 Kind = Literal["weight", "state"]
 MANY = 64
 KINDS: tuple[Kind, ...] = ("weight", "state")
+ADAMW = Optimizer()
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ class Ownership:
     stages: tuple[range, ...]
     homes: tuple[int, ...]
     held: tuple[Held, ...]
+    bytes: Mapping[int, Mapping[str, int]]
+    """By rank and place (see :mod:`shoal.report.where`): what it keeps of model states."""
 
     @cached_property
     def grid(self) -> Grid:
@@ -192,7 +195,9 @@ def shown(layout: Layout) -> tuple[int, ...]:
     return tuple(grid.rank(place) for place in grid.vary(grid.coords(0), ("pp", *layout.tensor_names)))
 
 
-def ownership(task: Task, layout: Layout, ranks: Sequence[int] | None = None) -> Ownership:
+def ownership(
+    task: Task, layout: Layout, ranks: Sequence[int] | None = None, optimizer: Optimizer = ADAMW
+) -> Ownership:
     """Who holds what of ``task``'s module, of full shapes, under a ``layout`` that fits it; all ``ranks``, unless told.
 
     Raises :class:`~shoal.errors.LayoutError` where there are more stages than layers.
@@ -202,6 +207,8 @@ def ownership(task: Task, layout: Layout, ranks: Sequence[int] | None = None) ->
     units_of, interpreter, grid = held_units(stages, homes), interpreter_of(layout, roles), Grid(layout.axes)
     asked = tuple(range(grid.size)) if ranks is None else tuple(ranks)
     found: dict[tuple[int, str], _Found] = {}
+    places: dict[int, Mapping[str, int]] = {}
+    sharing = replace(sharing, masters=optimizer.rounding == "nearest", away=away_of(layout))
     parameters = logical_parameters(task.module, layers, roles, interpreter, grid, units_of)
     for rank in asked:
         coords = grid.coords(rank)
@@ -209,14 +216,17 @@ def ownership(task: Task, layout: Layout, ranks: Sequence[int] | None = None) ->
         for one in held:
             for piece in one.placement.pieces:
                 found.setdefault((coords["pp"], piece.name), _Found(piece.name, piece.shape, one.unit))
-        for kind, fragment in _fragments(held, sharing, grid, rank):
+        cut = sharing.divider(grid, rank)
+        buckets = build_buckets(held, cut, Treatments(optimizer), sharing.cap_bytes)
+        places[rank] = bytes_by_place(buckets, sharing)
+        for kind, fragment in _fragments(held, buckets, cut, keep_params=sharing.keep_params):
             if fragment.piece.numel:
                 found[coords["pp"], fragment.piece.name].holders(kind)[fragment.piece.box].append(rank)
     names = tuple(name for name, _ in layers)
     everything = [each.as_held(place, names) for (place, _), each in found.items()]
     everything.sort(key=lambda one: (one.place, one.unit))
     costs = tuple(costs_of(layers, roles))
-    return Ownership(layout, asked, names, costs, stages, homes, tuple(everything))
+    return Ownership(layout, asked, names, costs, stages, homes, tuple(everything), places)
 
 
 class _Found:
@@ -250,16 +260,19 @@ def _shell(one: LocalParameter) -> LocalParameter:
 
 
 def _fragments(
-    held: Sequence[LocalParameter], sharing: Sharing, grid: Grid, rank: int
+    held: Sequence[LocalParameter],
+    buckets: Sequence[Bucket],
+    cut: Callable[[Holders], Division],
+    *,
+    keep_params: bool,
 ) -> Iterator[tuple[Kind, Fragment]]:
-    """What ``rank`` keeps of weights and of optimizer states: ZeRO divides the states, and from stage 3 on the weights
+    """What a rank keeps of weights and of optimizer states: ZeRO divides the states, and from stage 3 on the weights
     too, then a unit at a time."""
-    if sharing.keep_params:
+    if keep_params:
         yield from (("weight", part) for one in held for part in one.fragments("weight", one.parameter))
-    cut = sharing.divider(grid, rank)
-    for bucket in build_buckets(held, cut, Treatments(Optimizer()), sharing.cap_bytes):
+    for bucket in buckets:
         own = torch.empty(bucket.high - bucket.low, device="meta")
         for part in bucket.own_fragments("state", own, cut):
             yield "state", part
-            if not sharing.keep_params:
+            if not keep_params:
                 yield "weight", part

@@ -11,6 +11,7 @@ from shoal.layout import Layout
 from shoal.layout.kinds import SCHEDULES
 from shoal.layout.text import value_text
 from shoal.placement import Span
+from shoal.report.offload_words import offload_meaning
 from shoal.report.ownership import Section, Share
 from shoal.report.pipeline import ALIKE, PassTimes, Pipeline, clock, pipeline
 from shoal.report.tensor_words import tensor_meaning
@@ -103,7 +104,8 @@ def meaning(layout: Layout) -> Iterator[tuple[str, str, str]]:
         yield f"mb={m}", f"a step takes {m} micro-batches one after another", sent
     if layout.recompute != "none":
         yield f"recompute={value_text(layout, 'recompute')}", *_recompute(layout)
-    if layout.ranks == layout.stages == m == 1 and not layout.asynchronous:
+    yield from offload_meaning(layout)
+    if layout.ranks == layout.stages == m == 1 and not layout.offload and not layout.asynchronous:
         yield "dp=1", "one process has everything", "nothing is sent"
 
 

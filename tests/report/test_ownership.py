@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from math import prod
 from typing import Any
@@ -13,14 +14,16 @@ from shoal import config
 from shoal.build import stages_of
 from shoal.comm.world import World
 from shoal.config import Config
+from shoal.data_parallel.shelves import DeviceShelf, Found
 from shoal.layout import Layout
+from shoal.memory.homes import DiskHome, Homes, HostHome
 from shoal.mesh import Coords, Grid
 from shoal.pipeline.stages import cut
 from shoal.placement import Box, Placement, Rule
 from shoal.report.example import example
 from shoal.report.ownership import MANY, Ownership, ownership, shown
 from shoal.train.pool import Pool
-from shoal.train.setup import fit, make_engine, make_model
+from shoal.train.setup import fit, make_engine, make_model, open_data
 
 UNEVEN = {"layers": 3, "hidden": 24, "heads": 4, "kv_heads": 2, "ffn": 13, "vocab": 31}
 
@@ -292,3 +295,52 @@ def test_ranks_are_those_of_the_grid() -> None:
     assert [everything.ranks_at(place) for place in range(4)] == [
         tuple(range(16 * place, 16 * place + 16)) for place in range(4)
     ]
+
+
+AWAY = [
+    "dtype=bf16",
+    "dp=2,zero=2,dtype=bf16",
+    "dp=2,zero=3",
+    "dp=2,offload=optimizer:cpu",
+    "dp=2,zero=1,dtype=bf16,offload=optimizer:cpu@0.4",
+    "dtype=bf16{grads=bf16},offload=optimizer:nvme+params:nvme",
+    "dp=2,dtype=bf16,offload=optimizer:nvme+params:cpu@0.5+grads:cpu",
+    "dp=2,zero=3,offload=params:cpu",
+    "offload=grads:cpu",
+]
+
+
+@pytest.mark.parametrize("line", AWAY)
+def test_bytes_by_place_are_those_of_an_engine(line: str, pool: Pool) -> None:
+    seen = owned(line)
+    ranks = pool.run(kept, line, ranks=seen.layout.ranks)
+    for rank, (device, host, disk) in enumerate(ranks):
+        found = seen.bytes[rank]
+        assert (found["cpu"], found["nvme"]) == (host, disk), rank
+        assert found["device"] == pytest.approx(device, rel=0.01), "parts are padded"
+
+
+def kept(world: World, line: str) -> tuple[int, int, int]:
+    """Bytes of model states between steps on the device and on the host, and in the file."""
+    layout, away = Layout.parse(line), Counter[str]()
+    config, keep = run_of(layout, sizes(line, False)), Homes.keep
+
+    def counted(self: Homes, where: str, values: torch.Tensor) -> HostHome | DiskHome:
+        away[where] += values.nbytes
+        return keep(self, where, values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Homes, "keep", counted)
+        engine = make_engine(config, layout, world)
+    engine.step(open_data(config).batch(0, engine.mesh.coords["dp"], layout.dp))
+    engine.drain()
+    tensors, passing = list[torch.Tensor](), 0
+    for flat in engine._sync.flats:
+        tensors += [flat.params, flat.own_params, flat.masters, flat.grads, flat.own_grads, *flat.states.values()]
+        passing += 0 if flat.buffered else flat.params.nbytes  # gradients
+        for shelf in flat.stowage.shelves:
+            if isinstance(shelf, DeviceShelf):
+                tensors += shelf.states.values()
+                tensors += [shelf.masters.tensor] if flat.stowage.apart and isinstance(shelf.masters, Found) else []
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    return sum(storages.values()) + passing, away["cpu"], away["nvme"]

@@ -249,3 +249,15 @@ def test_how_servers_join_and_how_far_they_are_behind_is_told() -> None:
     assert several.endswith("weights 1 step old")
     assert "element by element, the largest" in largest
     assert largest.endswith("weights 2 steps old")
+
+
+def test_everything_that_is_away_is_told_with_what_it_costs() -> None:
+    line = "dp=2,dtype=bf16,offload=optimizer:nvme@0.5+params:cpu+grads:cpu+activations:nvme"
+    told = {key: (what, cost) for key, what, cost in meaning(Layout.parse(line)) if key.startswith("offload")}
+    assert list(told) == [
+        "offload=optimizer:nvme@0.5", "offload=params:cpu", "offload=grads:cpu", "offload=activations:nvme",
+    ]  # fmt: skip
+    assert told["offload=optimizer:nvme@0.5"][0].startswith("0.5 of masters and optimizer states in a file")
+    assert "in full precision" in told["offload=grads:cpu"][1]
+    assert all(what and cost for what, cost in told.values())
+    assert [key for key, _, _ in meaning(Layout.parse("offload=params:cpu"))] == ["offload=params:cpu"]
