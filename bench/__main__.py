@@ -17,7 +17,7 @@ from rich.table import Table
 from bench import ddp, pipeline, server, single, tensor, zero
 from bench.check import ALONE, check
 from bench.pairs import CHECKED, SHOAL, Clocks, Contest, Outcome, Ratio, joined, over_ranks, ratio, rounds, take_turns
-from bench.realtime import permitted
+from bench.realtime import permitted, words_for
 from bench.trainers import Case
 from shoal.config import Model
 from shoal.errors import ShoalError
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShoalError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    scheduling = "SCHED_FIFO" if realtime else "ordinary" + (" (SCHED_FIFO is not permitted)" if options.rt else "")
+    scheduling = words_for(realtime, options.rt)
     if options.json:
         found = [asdict(row) for row in agreements or rows]
         print(json.dumps({"scheduling": scheduling, "not_built": not_built, "rows": found}))

@@ -35,11 +35,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from bench.pairs import Clocks, Outcome, in_turn, over_ranks
-from bench.realtime import permitted, scheduling
+from bench.realtime import cores_for, permitted, scheduling, words_for
 from shoal.comm.collectives import (
     all_reduce,
     barrier,
@@ -166,8 +165,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     realtime = options.rt and permitted()
     names = options.only or list(EXCHANGES)
+    how = words_for(realtime, options.rt)
     rows: list[Row] = []
-    watched = Console(stderr=True)
+    watched, shown = Console(stderr=True), Console(soft_wrap=True, highlight=False)
+    if not options.json:
+        shown.print(_HEAD)
     try:
         with Pool(max(options.ranks), threads=1) as pool:
             work = [(ranks, name) for ranks in options.ranks for name in names]
@@ -177,18 +179,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     seen = pool.run(measure, name, SIZES, options.turns, meeting, realtime, ranks=ranks)
                 for size, *outcomes in zip(SIZES, *seen, strict=True):
                     rows += rows_of(name, size, outcomes)
+                if not options.json:
+                    shown.print("\n".join(map(_line, rows[-2 * len(SIZES) :])) + "\n")
     except ShoalError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    how = "SCHED_FIFO" if realtime else "ordinary" + (" (SCHED_FIFO is not permitted)" if options.rt else "")
     if options.json:
         print(json.dumps({"scheduling": how, "rows": [_told(row) for row in rows]}))
     else:
-        shown = Console()
-        if not shown.is_terminal:
-            shown.width = 132
-        shown.print(_table(rows, how, realtime))
-    return int(realtime and any(row.slower or row.longer for row in rows))
+        shown.print(_FOOT + f"\nscheduling: {how}" + ("" if realtime else "; without SCHED_FIFO there is no verdict"))
+    return int(any(realtime and cores_for(row.ranks) and (row.slower or row.longer) for row in rows))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -242,7 +242,7 @@ def measure(world: World, name: str, sizes: Sequence[int], turns: int, meeting: 
 
 def _take_turns(world: World, calls: dict[str, Call], several: int, turns: int, realtime: bool) -> Outcome:
     clocks = {who: Clocks([], []) for who in calls}
-    with scheduling(realtime, ahead=0):  # a rank has nothing to do while gloo's threads work
+    with scheduling(realtime, ranks=world.size, ahead=0):  # a rank has nothing to do while gloo's threads work
         for turn in range(WARM + turns):
             for who in in_turn(list(calls), turn):
                 wall_s, cpu_s = _timed(calls[who], several, world)
@@ -297,41 +297,22 @@ def _told(row: Row) -> dict[str, object]:
     return asdict(row) | {"of_gloo": row.of_gloo, "copies": row.copies, "missed": row.slower or row.longer}
 
 
-def _table(rows: Sequence[Row], how: str, verdict: bool) -> Table:
-    table = Table(
-        title=f"Shared memory beside gloo (at least {LEAST_LARGE:g} times as fast from {_shown(LARGE)}, "
-        f"{LEAST_SMALL:g} below) and beside a copy (at most {MOST_COPIES:g} of it)",
-        caption="a copy: by all ranks at once, of what each must take in or give out: of N bytes on P ranks 2(P-1)/P N "
-        "for an\nall-reduce; N for broadcast and send/receive; (P-1)/P N for others. Medians of the slowest rank; CPU: "
-        f"of all\nscheduling: {how}" + ("" if verdict else "; without SCHED_FIFO there is no verdict"),
-        padding=(0, 0, 0, 1),
+_HEAD = (
+    f"Shared memory beside gloo (at least {LEAST_LARGE:g} times as fast from {LARGE // MIB} MiB, "
+    f"{LEAST_SMALL:g} below) and beside a copy (at most {MOST_COPIES:g} of it)\n"
+    f"{'what':<14}  {'ranks':>5}  {'N':>7}  {'tensors':<11}  {'ms':>8}  {'gloo ms':>8}  {'times as fast':>13}  "
+    f"{'copy ms':>8}  {'copies':>6}  {'CPU ms':>8}  {'gloo CPU':>8}"
+)
+_FOOT = """a copy: by all ranks at once, of what each must take in or give out: of N bytes on P ranks 2(P-1)/P N for an
+all-reduce; N for broadcast and send/receive; (P-1)/P N for others. Medians of the slowest rank; CPU: of all"""
+
+
+def _line(row: Row) -> str:
+    return (
+        f"{row.what:<14}  {row.ranks:>5}  {_shown(row.size):>7}  {row.where:<11}  {row.shared_ms:>8.3f}  "
+        f"{row.gloo_ms:>8.3f}  {row.of_gloo:>11.2f} {'!' if row.slower else ' '}  {row.copy_ms:>8.3f}  "
+        f"{row.copies:>5.2f}{'!' if row.longer else ' '}  {row.shared_cpu_ms:>8.3f}  {row.gloo_cpu_ms:>8.3f}"
     )
-    columns = (
-        "what",
-        "ranks",
-        "N",
-        "tensors",
-        "ms",
-        "gloo ms",
-        "times as fast",
-        "copy ms",
-        "copies",
-        "CPU",
-        "gloo CPU",
-    )
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("what", "tensors") else "right")
-    before: Row | None = None
-    for row in rows:
-        if before is not None and (before.what, before.ranks) != (row.what, row.ranks):
-            table.add_section()
-        table.add_row(
-            row.what, str(row.ranks), _shown(row.size), row.where, f"{row.shared_ms:.3f}", f"{row.gloo_ms:.3f}",
-            f"{row.of_gloo:.2f}" + " !" * row.slower, f"{row.copy_ms:.3f}", f"{row.copies:.2f}" + " !" * row.longer,
-            f"{row.shared_cpu_ms:.3f}", f"{row.gloo_cpu_ms:.3f}",
-        )  # fmt: skip
-        before = row
-    return table
 
 
 def _shown(size: int) -> str:

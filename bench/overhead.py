@@ -36,7 +36,7 @@ from bench import ddp, tensor, zero, zero_deepspeed
 from bench.__main__ import QUICK, SIZES, WIDTH
 from bench.grid import alone
 from bench.pairs import CHECKED, SHOAL, Clocks, Contest, Outcome, compare, in_turn, joined, over_ranks, rounds
-from bench.realtime import permitted, scheduling
+from bench.realtime import permitted, scheduling, words_for
 from bench.single import plain, share
 from bench.trainers import Case, Peer, Step
 from shoal.comm.collectives import barrier
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShoalError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    how = "SCHED_FIFO" if realtime else "ordinary" + (" (SCHED_FIFO is not permitted)" if options.rt else "")
+    how = words_for(realtime, options.rt)
     if options.json:
         print(json.dumps({"scheduling": how, "rows": [_told(row) for row in rows], "growth": [*map(_told, growths)]}))
     else:
@@ -215,7 +215,7 @@ def measure(world: World, duel: Duel, case: Case, realtime: bool) -> Outcome:
         difference |= compare(names[0], [{name: seen[name] for name in names} for seen in checked])
     clocks = {name: Clocks([], []) for name in steps}
     gc.collect()
-    with scheduling(realtime):
+    with scheduling(realtime, ranks=world.size):
         for turn, batch in enumerate(batches[CHECKED:]):
             for name in in_turn([*steps], turn):
                 barrier(world.everyone)

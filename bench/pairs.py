@@ -117,7 +117,7 @@ def take_turns(world: World, contest: Contest, case: Case, realtime: bool) -> Ou
     difference = compare(SHOAL, steps)
     clocks = {name: Clocks([], []) for name in trainers}
     gc.collect()
-    with scheduling(realtime):
+    with scheduling(realtime, ranks=world.size):
         for pair, batch in enumerate(batches[CHECKED:]):
             for name in in_turn(list(trainers), pair):
                 barrier(world.everyone)

@@ -14,14 +14,16 @@ PATIENCE_S = 5
 
 
 @contextmanager
-def scheduling(realtime: bool, *, ahead: int = 1) -> Iterator[None]:
-    """Run all threads of this process under SCHED_FIFO, if asked, and as before afterwards.
+def scheduling(realtime: bool, *, ranks: int = 1, ahead: int = 1) -> Iterator[None]:
+    """Run all threads of this process, one of ``ranks``, under SCHED_FIFO, if asked, and as before afterwards; but
+    where they have no core each, as always (see :func:`cores_for`).
 
     Threads other than the main one (gloo's) stand ``ahead`` steps above it: they sleep until a message comes, and at
     the same priority would then wait until the computation pauses, so that nothing overlapped. But such a thread also
     spins while the main one holds the lock of a connection, and may have put it to sleep: with more ranks than cores,
     for ever. Where stages sleep instead of computing, 0 does not have this danger, and costs nothing.
     """
+    realtime = realtime and cores_for(ranks)
     if realtime:
         limits = resource.getrlimit(resource.RLIMIT_RTTIME)
         resource.setrlimit(resource.RLIMIT_RTTIME, (PATIENCE_S * 1_000_000, limits[1]))
@@ -44,6 +46,19 @@ def permitted() -> bool:
             return True
     except (PermissionError, AttributeError):  # AttributeError: not on this system
         return False
+
+
+def cores_for(ranks: int) -> bool:
+    """Whether each of ``ranks`` processes has a core. If not, one that waits for another by looking again and again
+    keeps it from the core that it needs, until the system ends both (SIGXCPU)."""
+    return ranks <= len(os.sched_getaffinity(0))
+
+
+def words_for(realtime: bool, asked: bool) -> str:
+    """How this was scheduled, where that was ``asked``."""
+    return (
+        "SCHED_FIFO" if realtime else "ordinary" + " (SCHED_FIFO is not permitted, or ranks have no core each)" * asked
+    )
 
 
 def _threads() -> list[int]:

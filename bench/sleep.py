@@ -26,7 +26,7 @@ from torch import Tensor
 
 from bench.nap import Naps, NapStage, mean
 from bench.pairs import in_turn
-from bench.realtime import permitted, scheduling
+from bench.realtime import permitted, scheduling, words_for
 from bench.sleep_peer import peer
 from shoal.comm.collectives import all_reduce, broadcast
 from shoal.comm.world import World
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShoalError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    how = "SCHED_FIFO" if realtime else "ordinary" + (" (SCHED_FIFO is not permitted)" if options.rt else "")
+    how = words_for(realtime, options.rt)
     if options.json:
         print(json.dumps({"scheduling": how, "rows": [asdict(row) for row in rows]}))
     else:

@@ -1,12 +1,29 @@
 from __future__ import annotations
 
+import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.collectives import ANYWHERE, COPY, EXCHANGES, GLOO, KIB, LARGE, ZEROS, Row, main, measure, rows_of
+from bench.collectives import (
+    _HEAD,
+    ANYWHERE,
+    COPY,
+    EXCHANGES,
+    GLOO,
+    KIB,
+    LARGE,
+    ZEROS,
+    Row,
+    _line,
+    main,
+    measure,
+    rows_of,
+)
 from bench.pairs import Clocks, Outcome
+from bench.realtime import scheduling
 from shoal.train.pool import Pool
 
 ROW = Row("all-reduce", 2, LARGE, ANYWHERE, 1.0, 4.0, 0.5, 1.0, 1.0, 0.0)
@@ -65,3 +82,19 @@ def test_no_turns_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--turns", "0"])
     assert "must be at least 1" in capsys.readouterr().err
+
+
+def test_rows_stand_below_their_heads() -> None:
+    assert len(_HEAD.splitlines()[1]) == len(_line(ROW))
+    assert _line(replace(ROW, gloo_ms=3.9)).count("!") == 1
+
+
+def test_ranks_without_a_core_each_are_never_scheduled_ahead_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    asked: list[int] = []
+    monkeypatch.setattr(os, "sched_setscheduler", lambda thread, policy, param: asked.append(policy))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    with scheduling(True, ranks=3):
+        assert not asked
+    with scheduling(True, ranks=2):
+        assert os.SCHED_FIFO in asked
