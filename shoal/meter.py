@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from shoal.purposes import ACTIVATIONS as ACTIVATIONS
+from shoal.purposes import BUFFERS as BUFFERS
 from shoal.purposes import HOST as HOST
 from shoal.purposes import OUTSIDE as OUTSIDE
 from shoal.purposes import WORKSPACE as WORKSPACE
@@ -37,6 +38,8 @@ ALL = "all"
 
 _MARK = "made_for"
 """The attribute of a storage that has its mark."""
+_PART = "part_of_host"
+"""That of one on the host that has the category which its contents have on the device."""
 
 
 def mark(category: str, *tensors: Tensor) -> None:
@@ -46,11 +49,18 @@ def mark(category: str, *tensors: Tensor) -> None:
         setattr(tensor.untyped_storage(), _MARK, category)
 
 
+def mark_host(part: str, *tensors: Tensor) -> None:
+    """Say that the storages of ``tensors`` are :data:`HOST`, and what they are for: see :meth:`Meter.host_parts`."""
+    for tensor in tensors:
+        setattr(tensor.untyped_storage(), _PART, part)
+    mark(HOST, *tensors)
+
+
 def host_bytes(nbytes: int, *, pinned: bool = False) -> Tensor:
-    """Memory of the host: uint8 [nbytes], with any contents, :data:`HOST` from the beginning."""
+    """Memory of the host for activations: uint8 [nbytes], with any contents, :data:`HOST` from the beginning."""
     with _disable_current_modes():  # a meter would see it before it is marked
         made = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-    mark(HOST, made)
+    mark_host(ACTIVATIONS, made)
     return made
 
 
@@ -83,7 +93,8 @@ class Meter:
         self._total = 0
         self._open: list[tuple[str, str]] = [(ALL, WORKSPACE)]  # (phase, category of what it makes), innermost last
         self._peaks: dict[str, tuple[int, dict[str, int]]] = {ALL: (0, {})}
-        self._host_peaks: Counter[str] = Counter()
+        self._host: Counter[str] = Counter()
+        self._host_peaks: dict[str, tuple[int, dict[str, int]]] = {ALL: (0, {})}
         self._active: ExitStack | None = None
 
     def __enter__(self) -> Self:
@@ -146,7 +157,15 @@ class Meter:
 
     def host_peak(self, phase: str = ALL) -> int:
         """Most bytes of :data:`HOST` alive at one moment of ``phase``, which is another moment, as a rule."""
-        return self._host_peaks[phase]
+        return self._host_peaks.get(phase, (0, {}))[0]
+
+    def host_parts(self, phase: str | None = None) -> dict[str, int]:
+        """Bytes of :data:`HOST` by what they are for, now, or at the last moment at which ``phase`` had most of them;
+        together they are all of it."""
+        self._settle()
+        if phase is None:
+            return {part: nbytes for part, nbytes in self._host.items() if nbytes}
+        return dict(self._host_peaks.get(phase, (0, {}))[1])
 
     def peaks(self) -> dict[str, dict[str, int]]:
         """For every phase opened so far and :data:`ALL`: bytes by category at the last moment its peak was reached."""
@@ -181,17 +200,20 @@ class Meter:
         made_for: str = getattr(storage, _MARK, held.mark)
         if made_for != held.mark:
             held.mark = made_for
-            self._move(held, made_for)
+            self._move(held, made_for, getattr(storage, _PART, held.part))
         return held
 
-    def _move(self, held: _Held, category: str) -> None:
-        self._live[held.category] -= held.nbytes
-        self._live[category] += held.nbytes
-        held.category = category
+    def _move(self, held: _Held, category: str, part: str = BUFFERS) -> None:
+        nbytes = held.nbytes
+        self._grow(held, -nbytes)
+        held.category, held.part = category, part
+        self._grow(held, nbytes)
 
     def _grow(self, held: _Held, nbytes: int) -> None:
         held.nbytes += nbytes
         self._live[held.category] += nbytes
+        if held.category == HOST:
+            self._host[held.part] += nbytes
         self._total += nbytes
 
     def _settle(self) -> None:
@@ -212,7 +234,8 @@ class Meter:
         self._settle()
         total = self._counted()
         for phase, _ in self._open:
-            self._host_peaks[phase] = max(self._host_peaks[phase], self._live[HOST])
+            if self._live[HOST] >= self.host_peak(phase):
+                self._host_peaks[phase] = self._live[HOST], {part: n for part, n in self._host.items() if n}
             if phase not in self._peaks or total >= self._peaks[phase][0]:
                 self._peaks[phase] = total, self.snapshot()
 
@@ -220,12 +243,12 @@ class Meter:
 class _Held:
     """The account of one live storage; it joins ``freed`` when the storage dies."""
 
-    __slots__ = ("category", "key", "mark", "nbytes", "storage")
+    __slots__ = ("category", "key", "mark", "nbytes", "part", "storage")
 
     def __init__(self, storage: UntypedStorage, freed: deque[_Held], category: str) -> None:
         self.storage = weakref.ref(storage, lambda _: freed.append(self))
         self.key, self.category, self.nbytes = id(storage), category, 0
-        self.mark = ""
+        self.mark, self.part = "", BUFFERS
 
 
 class _Watch(TorchDispatchMode):

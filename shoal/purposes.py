@@ -15,3 +15,6 @@ gathered from them for a while, is communication."""
 HOST = "host"
 """The category of what has been moved off the device. Where there is no GPU, the device is an account in the same
 memory."""
+
+BUFFERS = "buffers"
+"""What of the host's memory is for nothing else than for things to pass through."""

@@ -15,7 +15,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from shoal.meter import ALL, Meter, cuda_peak
+from shoal.meter import ALL, HOST, Meter, cuda_peak, mark, mark_host
 
 
 def test_a_known_sequence_has_its_exact_bytes_at_every_point() -> None:
@@ -364,3 +364,22 @@ def test_the_resize_of_storages_is_as_torch_made_it_when_no_meter_runs() -> None
     with Meter():
         assert UntypedStorage.resize_ is not before
     assert UntypedStorage.resize_ is before
+
+
+def test_what_is_on_the_host_is_told_by_what_it_is_for() -> None:
+    with Meter() as meter:
+        states, buffers = torch.zeros(100), torch.zeros(7)
+        mark_host("states", states)
+        mark(HOST, buffers)
+        with meter.phase("most"):
+            states.add_(1), buffers.add_(1)
+        assert meter.host_parts() == meter.host_parts("most") == {"states": 400, "buffers": 28}
+        assert meter.live(HOST) == meter.host_peak("most") == 428
+        assert meter.live() == 0
+        mark("parameters", states)
+        del buffers
+        states.add_(1)
+        assert meter.host_parts() == {}
+        assert (meter.live("parameters"), meter.live()) == (400, 400)
+    assert meter.host_parts("most") == {"states": 400, "buffers": 28}
+    assert meter.host_parts("never opened") == {}

@@ -20,6 +20,7 @@ from torch import Tensor
 from shoal.data_parallel.buckets import Bucket
 from shoal.data_parallel.shelves import AnyShelf, DeviceShelf, Found, HostShelf, Segment
 from shoal.optim.away import Arrival, Kept
+from shoal.purposes import GRADIENTS, PARAMETERS, STATES
 
 DEVICE = "device"
 DISK = "nvme"
@@ -28,8 +29,8 @@ DISK = "nvme"
 class Homes(Protocol):
     """Makes places for tensors."""
 
-    def keep(self, where: str, values: Tensor) -> Kept:
-        """A tensor in ``where`` ("cpu" or "nvme"), which begins as a copy of ``values``."""
+    def keep(self, where: str, values: Tensor, part: str) -> Kept:
+        """A tensor in ``where`` ("cpu" or "nvme"), which begins as a copy of ``values`` and is for ``part``."""
 
     def on_device(self, found: Found) -> Kept:
         """What is on the device, to be used on the host."""
@@ -152,7 +153,7 @@ class Stowage:
         assert homes is not None
         for start, stop, _, where in self.segments:
             if where != DEVICE:
-                self.parked.append(Parked(start, stop, homes.keep(where, owner.own_params[start:stop])))
+                self.parked.append(Parked(start, stop, homes.keep(where, owner.own_params[start:stop], PARAMETERS)))
         parked = {one.start: one.kept for one in self.parked}
         for at in (one for one in self.segments if one.start < self.cut):
             start, stop, where, _ = at
@@ -161,7 +162,7 @@ class Stowage:
             own_params = Found(partial(_own_params, owner, below))
             grads = None
             if self.grads or (self._away.early and where == "cpu"):
-                grads = homes.keep("cpu", torch.zeros_like(own_grads.tensor))
+                grads = homes.keep("cpu", torch.zeros_like(own_grads.tensor), GRADIENTS)
             if where == DEVICE:
                 there = {name: torch.zeros_like(exact[start:stop], dtype=dtype) for name, dtype in states.items()}
                 params: Kept | Found = parked.get(start) or own_params
@@ -172,10 +173,9 @@ class Stowage:
                 visits = self._bucket, at, masters, there, grads, own_grads, beside
                 self.shelves.append(DeviceShelf(*visits, grad_dtype=own_grads.tensor.dtype))
                 continue
-            kept = {
-                name: homes.keep(where, exact.new_zeros(stop - start, dtype=dtype)) for name, dtype in states.items()
-            }
-            given = homes.keep(where, exact[start:stop]), kept, grads or homes.on_device(own_grads)
+            empty = {name: exact.new_zeros(stop - start, dtype=dtype) for name, dtype in states.items()}
+            kept = {name: homes.keep(where, values, STATES) for name, values in empty.items()}
+            given = homes.keep(where, exact[start:stop], STATES), kept, grads or homes.on_device(own_grads)
             up = parked.get(start) or homes.on_device(own_params)
             self.shelves.append(HostShelf(self._bucket, at, *given, up, hosted=grads is not None))
 

@@ -23,16 +23,21 @@ Bytes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Moment:
-    """When a phase held most on the device: bytes by category, of :mod:`shoal.meter`, which is all there was. ``host``
-    are the most that it had off the device."""
+    """When a phase held most on the device: bytes by category, of :mod:`shoal.meter`, which is all there was.
+    ``on_host`` is when it held most off the device, by what that is for."""
 
     device: Bytes
-    host: int
+    on_host: Bytes
 
     @property
     def total(self) -> int:
         """Bytes on the device."""
         return sum(self.device.values())
+
+    @property
+    def host(self) -> int:
+        """Bytes off the device."""
+        return sum(self.on_host.values())
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class RankMemory:
 
     def as_json(self) -> dict[str, Any]:
         phases = {
-            phase: {"total": moment.total, "device": dict(moment.device), HOST: moment.host}
+            phase: {"total": moment.total, "device": dict(moment.device), HOST: dict(moment.on_host)}
             for phase, moment in self.phases.items()
         }
         return {"name": self.name, "phases": phases}
@@ -76,18 +81,18 @@ class Memory:
 def measured(meter: Meter, before: Moment, name: str) -> RankMemory:
     """What ``meter`` has seen of the phases of a step, whose beginning was ``before`` the first one."""
     peaks = meter.peaks()
-    found = {phase: _moment(peaks[phase], meter.host_peak(phase)) for phase in PHASES[1:] if phase in peaks}
+    found = {phase: _moment(peaks[phase], meter.host_parts(phase)) for phase in PHASES[1:] if phase in peaks}
     return RankMemory(name, {BEFORE: before} | found)
 
 
 def now(meter: Meter) -> Moment:
     """What there is at this moment."""
     meter.look()
-    return _moment(meter.snapshot(), meter.live(HOST))
+    return _moment(meter.snapshot(), meter.host_parts())
 
 
-def _moment(held: Bytes, host: int) -> Moment:
-    return Moment({category: nbytes for category, nbytes in held.items() if category != HOST}, host)
+def _moment(held: Bytes, on_host: Bytes) -> Moment:
+    return Moment({category: nbytes for category, nbytes in held.items() if category != HOST}, on_host)
 
 
 def read_rank(document: Any) -> RankMemory:
@@ -95,7 +100,8 @@ def read_rank(document: Any) -> RankMemory:
     phases = {}
     for phase in (phase for phase in PHASES if phase in document["phases"]):
         values = document["phases"][phase]
-        moment = Moment({str(one): int(nbytes) for one, nbytes in values["device"].items()}, int(values[HOST]))
+        device, host = ({str(one): int(n) for one, n in values[place].items()} for place in ("device", HOST))
+        moment = Moment(device, host)
         if moment.total != values["total"]:
             raise ValueError(f"{document['name']}, {phase}: its parts are {moment.total} bytes of {values['total']}")
         phases[phase] = moment

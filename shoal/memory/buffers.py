@@ -12,7 +12,7 @@ from bisect import insort
 import torch
 from torch import Tensor
 
-from shoal.meter import HOST, mark
+from shoal.meter import BUFFERS, mark_host
 
 ALIGNMENT = 4096
 """Of addresses, in bytes: a page, and what direct I/O asks for."""
@@ -81,7 +81,7 @@ class Buffers:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         region = torch.frombuffer(memory, dtype=torch.uint8)
-        mark(HOST, region)
+        mark_host(BUFFERS, region)
         if self._pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(region.data_ptr(), size, 0))
         self._regions.append(region)

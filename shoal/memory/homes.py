@@ -18,7 +18,7 @@ from shoal.comm.process import return_freed_memory
 from shoal.memory.buffers import Buffers
 from shoal.memory.copies import Copies, Copy
 from shoal.memory.swap import SECTOR, SwapFile, Transfer
-from shoal.meter import HOST, mark
+from shoal.meter import mark_host
 
 
 class Found(Protocol):
@@ -97,12 +97,12 @@ class DeviceHome(_Staged):
 
 
 class HostHome:
-    """Lives in the host's memory; :class:`~shoal.optim.away.Kept`."""
+    """Lives in the host's memory, where it counts as ``part``; :class:`~shoal.optim.away.Kept`."""
 
-    def __init__(self, values: Tensor, copies: Copies, buffers: Buffers) -> None:
+    def __init__(self, values: Tensor, copies: Copies, buffers: Buffers, part: str) -> None:
         self._copies, self._buffers = copies, buffers
         self.tensor = torch.empty(len(values), dtype=values.dtype, pin_memory=values.is_cuda)
-        mark(HOST, self.tensor)
+        mark_host(part, self.tensor)
         self.tensor.copy_(values)
         self._rising = self._sinking = Copy()
         self._more: _Staged | None = None
@@ -218,10 +218,11 @@ class Homes:
             self._swap = SwapFile(self._folder, total)
             return_freed_memory()
 
-    def keep(self, where: str, values: Tensor) -> HostHome | DiskHome:
-        """A tensor in ``where`` ("cpu" or "nvme"), which begins as a copy of ``values``."""
+    def keep(self, where: str, values: Tensor, part: str) -> HostHome | DiskHome:
+        """A tensor in ``where`` ("cpu" or "nvme"), which begins as a copy of ``values`` and is for ``part`` (see
+        :mod:`shoal.purposes`)."""
         if where == "cpu":
-            self._on_host.append(HostHome(values, self._copies, self._buffers))
+            self._on_host.append(HostHome(values, self._copies, self._buffers, part))
             return self._on_host[-1]
         assert self._swap is not None
         made = DiskHome(values, self._swap, self._end, self._copies, self._buffers)

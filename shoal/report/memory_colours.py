@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from shoal.purposes import ACTIVATIONS, COMMUNICATION, GRADIENTS, HOST, LOGITS, PARAMETERS, STATES
 from shoal.report.lanes import Skin
-from shoal.report.memory_words import OTHER
+from shoal.report.memory_words import HOST_PARTS, OTHER
 from shoal.report.pipeline_colours import contrast
 from shoal.report.svg import oklch
 
@@ -26,6 +26,11 @@ def css_name(part: str) -> str:
     return part.replace(" ", "-")
 
 
+def host_name(part: str) -> str:
+    """The class of a part on the host."""
+    return f"{HOST}-{css_name(part)}"
+
+
 def colour(part: str, lightness: float, grey: str) -> tuple[str, str]:
     """(fill, ink of what is written on it) on a paper whose colours are of this ``lightness``."""
     fill = grey
@@ -36,10 +41,14 @@ def colour(part: str, lightness: float, grey: str) -> tuple[str, str]:
 
 
 def rules(skin: Skin) -> str:
-    """The style of all parts, and of what is on the host: an outline alone."""
+    """The style of all parts, and of what is on the host: pale, in dashes."""
     found = [f".line{{stroke:{skin.line};fill:none}}"]
     for part in (*_LOOKS, OTHER):
         fill, ink = colour(part, skin.theme.only, skin.rest)
         found.append(f".{css_name(part)} rect{{fill:{fill}}} .{css_name(part)} text{{fill:{ink}}}")
+    for part in HOST_PARTS:
+        fill, _ = colour(part, skin.theme.only, skin.rest)
+        found.append(f".{host_name(part)} rect{{fill:{fill};fill-opacity:.22;stroke:{fill};stroke-dasharray:3 2}}")
+        found.append(f".{host_name(part)} text{{fill:{skin.ink}}}")
     found.append(f".{HOST} rect{{fill:{skin.paper};stroke:{skin.muted};stroke-dasharray:3 2}}")
     return "\n".join(found)

@@ -3,17 +3,20 @@ told what it is and how much."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.memory.account import Memory, Moment
 from shoal.purposes import HOST
 from shoal.report.lanes import COLUMN, MARGIN, SIZE, Lanes, Part, checked_path, style, write, written
-from shoal.report.memory_colours import css_name, rules
+from shoal.report.memory_colours import css_name, host_name, rules
 from shoal.report.memory_words import (
     HOST_WORDS,
     WORDS,
     has_host,
     headline,
+    host_parts,
+    host_title,
     parts,
     shown,
     title,
@@ -27,6 +30,8 @@ _BAR, _GAP, _LENGTH = 20, 12, 680
 """Pixels: the height of a bar; between ranks; the length of the longest bar, what is on the host included."""
 _APART = 5
 """Pixels between what is on the device and what is on the host."""
+_BESIDE = 16
+"""Pixels between numbers and, beside them, those that have no room in the bar."""
 _SMALL = 10.0
 
 
@@ -55,9 +60,15 @@ class _Picture:
         left = MARGIN + self._names + phases
         self._right = left + _LENGTH + _APART
         self._hosted = has_host(memory)
-        self._width = self._right + COLUMN * (1 + self._hosted) + MARGIN
         self._scale = _LENGTH / self._end
         """Pixels of a unit."""
+        self._numbers = self._right + COLUMN * (1 + self._hosted)
+        beside = max(
+            text_width(", ".join(f"{part} {self._unit.of(nbytes)}" for part, nbytes in self._unwritten(moment)), _SMALL)
+            for rank in ranks
+            for moment in rank.phases.values()
+        )
+        self._width = self._numbers + (_BESIDE + beside if beside else 0) + MARGIN
         self._lanes = Lanes(left, self._scale)
 
     def document(self) -> str:
@@ -72,7 +83,8 @@ class _Picture:
         y += 6
         for rank in self._shown:
             y = self._rank(rank, y)
-        y = lanes.axis(0, self._end, y - 4, lambda number: f"{round(number, 9):,g}")
+        end = self._end + self._hosted * _APART / self._scale
+        y = lanes.axis(0, end, y - 4, lambda number: f"{round(number, 9):,g}")
         return lanes.document(self._width, y + 8, headline(memory), style((), 1, rules))
 
     def _legend(self, y: float) -> float:
@@ -107,15 +119,32 @@ class _Picture:
             start = stop
         middle = y + _BAR / 2 + 4
         lanes.text(self._right + COLUMN, middle, unit.of(moment.total), _SMALL, anchor="end")
+        for part, nbytes in host_parts(moment).items():
+            stop = start + nbytes / unit.size
+            if (stop - start) * self._scale >= 0.5:
+                box = lanes.part(start, stop, 0, self._end)
+                box = box._replace(x=box.x + _APART)
+                self._part(host_name(part), host_title(name, phase, part, nbytes, moment, unit), box, nbytes, y)
+            start = stop
         if moment.host:
-            box = lanes.part(start, start + moment.host / unit.size, 0, self._end)
-            box = box._replace(x=box.x + _APART)
-            self._part(HOST, title(name, phase, HOST, moment.host, moment, unit), box, moment.host, y)
             lanes.text(self._right + 2 * COLUMN, middle, unit.of(moment.host), _SMALL, anchor="end")
+        words = ", ".join(f"{part} {unit.of(nbytes)}" for part, nbytes in self._unwritten(moment))
+        lanes.text(self._numbers + _BESIDE, middle, words, _SMALL, muted=True)
+
+    def _unwritten(self, moment: Moment) -> Iterator[tuple[str, int]]:
+        """What has no room for its number."""
+        for where, held in (("", parts(moment)), ("host ", host_parts(moment))):
+            for part, nbytes in held.items():
+                number = self._unit.of(nbytes)
+                if not self._fits(number, nbytes / self._unit.size * self._scale) and float(number.replace(",", "")):
+                    yield where + part, nbytes
+
+    def _fits(self, number: str, width: float) -> bool:
+        return text_width(number, _SMALL) + 6 <= width
 
     def _part(self, css: str, words: str, box: Part, nbytes: int, y: float) -> None:
         number = self._unit.of(nbytes)
         text = ""
-        if text_width(number, _SMALL) + 6 <= box.width:
+        if self._fits(number, box.width):
             text = written(box.x + box.width / 2, y + _BAR / 2 + 0.36 * _SMALL, _SMALL, number)
         self._lanes.bar(css, words, [box], y, _BAR, text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
@@ -11,13 +11,13 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from shoal.memory.account import Memory, Moment
+from shoal.memory.account import BEFORE, PHASES, Memory, Moment
 from shoal.report.memory_colours import colour
 from shoal.report.memory_words import (
-    HOST_WORDS,
+    HOST_PARTS,
     WORDS,
-    has_host,
     headline,
+    host_parts,
     parts,
     shown,
     unit_of,
@@ -27,6 +27,7 @@ from shoal.report.memory_words import (
 from shoal.report.pipeline_colours import DARK
 
 _GREY = "#7d8590"
+_SHORT = {BEFORE: "before"}
 _LETTERS = dict(zip(WORDS, "PGOALC·", strict=True))
 """Of bars without colours."""
 
@@ -91,18 +92,25 @@ def _legend(memory: Memory, plain: bool) -> Iterator[Text]:
 
 
 def _numbers(memory: Memory) -> Table:
-    """Of every rank and phase, each part and the total."""
-    unit, hosted = unit_of(memory), has_host(memory)
-    names = [part for part in WORDS if any(parts(moment)[part] for moment in memory.moments)]
-    table = Table("rank", "phase", box=None, pad_edge=False, header_style="dim")
-    for name in (*names, f"total {unit.name}", *(["host"] if hosted else [])):
-        table.add_column(name, justify="right")
-    for rank in (memory.ranks[number] for number in shown(memory)):
-        for place, (phase, moment) in enumerate(rank.phases.items()):
-            numbers = [unit.of(nbytes) if (nbytes := parts(moment)[part]) else "" for part in names]
-            total = [f"[bold]{unit.of(moment.total)}[/]"]
-            host = [unit.of(moment.host) if moment.host else ""] if hosted else []
-            table.add_row(rank.name if place == 0 else "", phase, *numbers, *total, *host)
-    if hosted:
-        table.caption, table.caption_justify = f"host: {HOST_WORDS}", "left"
+    """Of every rank: each part in each phase, the total, and what is on the host."""
+    unit = unit_of(memory)
+    ranks = [memory.ranks[number] for number in shown(memory)]
+    phases = [phase for phase in PHASES if any(phase in rank.phases for rank in ranks)]
+    table = Table("", *(_SHORT.get(phase, phase) for phase in phases), box=None, pad_edge=False, header_style="dim")
+    for column in table.columns[1:]:
+        column.justify = "right"
+
+    def row(words: str, numbers: Sequence[int], style: str = "") -> None:
+        if any(numbers):
+            table.add_row(words, *(unit.of(nbytes) if nbytes else "" for nbytes in numbers), style=style)
+
+    for rank in ranks:
+        moments = [rank.phases.get(phase, Moment({}, {})) for phase in phases]
+        table.add_row(f"[bold]{escape(rank.name)}[/], {unit.name}")
+        for part in WORDS:
+            row(f"  {part}", [parts(moment)[part] for moment in moments])
+        row("  on the device", [moment.total for moment in moments], "bold")
+        for part in HOST_PARTS:
+            row(f"  host: {part}", [host_parts(moment)[part] for moment in moments], "dim")
+        row("  on the host", [moment.host for moment in moments])
     return table

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shoal.memory.account import Memory, Moment
-from shoal.purposes import ACTIVATIONS, COMMUNICATION, GRADIENTS, HOST, LOGITS, PARAMETERS, STATES
+from shoal.purposes import ACTIVATIONS, BUFFERS, COMMUNICATION, GRADIENTS, LOGITS, PARAMETERS, STATES
 from shoal.sizes import Unit, unit_for
 
 OTHER = "other"
@@ -21,7 +21,8 @@ WORDS = {
     OTHER: "other: gradients of activations, the batch, scratch",
 }
 """The parts of a bar, from its left, and what they are."""
-HOST_WORDS = "on the host, most of the phase"
+HOST_WORDS = "dashed: on the host, at the moment of the phase that had most there"
+HOST_PARTS = (PARAMETERS, GRADIENTS, STATES, ACTIVATIONS, BUFFERS)
 
 SHOWN = 16
 """Ranks at most."""
@@ -31,6 +32,12 @@ def parts(moment: Moment) -> dict[str, int]:
     """The bytes of each part, in the order of :data:`WORDS`; together they are all there was."""
     known = {name: moment.device.get(name, 0) for name in WORDS}
     return known | {OTHER: moment.total - sum(known.values())}
+
+
+def host_parts(moment: Moment) -> dict[str, int]:
+    """The bytes on the host of each part, in the order of :data:`HOST_PARTS`; together they are all there was."""
+    known = {name: moment.on_host.get(name, 0) for name in HOST_PARTS}
+    return known | {BUFFERS: moment.host - sum(known.values()) + known[BUFFERS]}
 
 
 def unit_of(memory: Memory) -> Unit:
@@ -71,8 +78,14 @@ def has_host(memory: Memory) -> bool:
 
 def title(rank: str, phase: str, part: str, nbytes: int, moment: Moment, unit: Unit) -> str:
     """What a part of a bar is, for whoever points at it."""
-    share = f", {nbytes / moment.total:.1%} of {unit.of(moment.total)} {unit.name}" if part != HOST else ""
-    return f"{rank}, {phase}: {HOST_WORDS if part == HOST else WORDS[part]}, {unit.of(nbytes)} {unit.name}{share}"
+    share = f", {nbytes / moment.total:.1%} of {unit.of(moment.total)} {unit.name}"
+    return f"{rank}, {phase}: {WORDS[part]}, {unit.of(nbytes)} {unit.name}{share}"
+
+
+def host_title(rank: str, phase: str, part: str, nbytes: int, moment: Moment, unit: Unit) -> str:
+    """What a part of a bar that is on the host is."""
+    share = f", {nbytes / moment.host:.1%} of {unit.of(moment.host)} {unit.name}"
+    return f"{rank}, {phase}: on the host, {WORDS.get(part, part)}, {unit.of(nbytes)} {unit.name}{share}"
 
 
 def next_steps(memory: Memory, run: Path, *, drawn: bool) -> Iterator[tuple[str, str]]:

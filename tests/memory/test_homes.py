@@ -12,6 +12,7 @@ from shoal.build import swap_of
 from shoal.layout import Layout
 from shoal.memory import filesystem as filesystem_module
 from shoal.memory.homes import DeviceHome, DiskHome, Homes, HostHome
+from shoal.purposes import STATES
 
 SIZE = 1500
 """Elements, of which no page holds a whole number."""
@@ -27,7 +28,7 @@ def homes(tmp_path: Path) -> Homes:
 def kept(homes: Homes, where: str, values: torch.Tensor) -> DeviceHome | HostHome | DiskHome:
     if where == "device":
         return homes.on_device(SimpleNamespace(tensor=values.clone()))
-    return homes.keep(where, values)
+    return homes.keep(where, values, STATES)
 
 
 @pytest.mark.parametrize("where", ["device", "cpu", "nvme"])
@@ -67,7 +68,9 @@ def test_what_only_goes_is_not_taken_home(where: str, homes: Homes) -> None:
 
 
 def test_what_is_written_to_a_view_of_the_disk_is_read_from_it(homes: Homes) -> None:
-    one, other = homes.keep("nvme", torch.ones(SIZE)), homes.keep("nvme", torch.ones(SIZE, dtype=torch.bfloat16))
+    one, other = (
+        homes.keep("nvme", torch.ones(SIZE, dtype=dtype), STATES) for dtype in (torch.float32, torch.bfloat16)
+    )
     one.view().fill_(2)
     other.view().fill_(3)
     for each, value in ((one, 2), (other, 3)):
@@ -78,7 +81,7 @@ def test_what_is_written_to_a_view_of_the_disk_is_read_from_it(homes: Homes) -> 
 
 
 def test_sums_on_the_host_add_up(homes: Homes) -> None:
-    one = homes.keep("cpu", torch.zeros(SIZE))
+    one = homes.keep("cpu", torch.zeros(SIZE), STATES)
     parts = torch.randn(3, SIZE)
     for number, part in enumerate(parts):
         one.lower(part, add=number > 0)

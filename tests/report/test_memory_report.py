@@ -27,13 +27,14 @@ SVG = "{http://www.w3.org/2000/svg}"
 MIB = 2**20
 
 
-def rank(number: int, scale: int = 1, host: int = 0) -> RankMemory:
+def rank(number: int, scale: int = 1, hosted: int = 0) -> RankMemory:
+    host = {STATES: hosted - hosted // 3, ACTIVATIONS: hosted // 3} if hosted else {}
     stays = {PARAMETERS: 2 * MIB * scale, STATES: 8 * MIB, GRADIENTS: 2 * MIB}
     phases = {
-        BEFORE: Moment(stays, 0),
+        BEFORE: Moment(stays, {}),
         FORWARD: Moment(stays | {ACTIVATIONS: 20 * MIB, LOGITS: 3 * MIB, OUTSIDE: 1000}, host),
         BACKWARD: Moment(stays | {ACTIVATIONS: 15 * MIB, COMMUNICATION: MIB, WORKSPACE: 3 * MIB}, host),
-        UPDATE: Moment(stays, 0),
+        UPDATE: Moment(stays, {}),
     }
     return RankMemory(f"rank {number} (dp {number})", phases)
 
@@ -46,7 +47,7 @@ def test_the_parts_of_a_bar_are_all_there_was() -> None:
     for moment in memory().moments:
         assert sum(parts(moment).values()) == moment.total
     assert parts(memory().ranks[0].phases[BACKWARD])[OTHER] == 3 * MIB
-    assert parts(Moment({"unheard of": 5}, 0))[OTHER] == 5
+    assert parts(Moment({"unheard of": 5}, {}))[OTHER] == 5
 
 
 def test_a_file_is_read_back_and_one_whose_parts_are_not_its_total_is_not() -> None:
@@ -82,9 +83,34 @@ def test_bars_are_as_long_as_there_are_bytes(host: int) -> None:
     expected |= {f"rank 1 (dp 1), backward: {WORDS[OTHER]}": 3}
     for name, mib in expected.items():
         assert drawn[name] == pytest.approx(unit * mib, abs=1.5), name
-    hosts = [width for name, width in drawn.items() if "on the host" in name]
-    assert len(hosts) == (4 if host else 0)
-    assert all(width == pytest.approx(unit * 30, abs=1.5) for width in hosts)
+    hosts = {name.split("host, ")[1]: width for name, width in drawn.items() if "on the host" in name}
+    assert hosts == {
+        WORDS[part]: pytest.approx(unit * mib, abs=1.5) for part, mib in ((STATES, 20), (ACTIVATIONS, 10)) if host
+    }
+    bars = [one.attrib for one in root.iter(f"{SVG}rect") if "y" in one.attrib]
+    axis = next(one.attrib["d"] for one in root.iter(f"{SVG}path") if "H" in one.attrib["d"])
+    longest = max(float(bar["x"]) + float(bar["width"]) for bar in bars)
+    assert longest == pytest.approx(float(axis.partition("H")[2]), abs=1.5), "the axis is as long as the longest bar"
+
+
+def test_parts_too_narrow_for_their_numbers_are_told_beside_the_bar() -> None:
+    moment = Moment({PARAMETERS: 100 * MIB, LOGITS: MIB // 2, STATES: 10}, {ACTIVATIONS: MIB // 4, STATES: 90 * MIB})
+    seen = Memory("dp=1", 2, (RankMemory("rank 0", {FORWARD: moment}),))
+    texts = [one.text for one in ET.fromstring(memory_svg(seen)).iter(f"{SVG}text")]
+    assert "logits 0.50, host activations 0.25" in texts
+    assert not any("optimizer states 0.00" in (text or "") for text in texts)
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_the_numbers_of_a_terminal_are_whole_at_any_width(width: int) -> None:
+    console = Console(file=StringIO(), width=width, no_color=True, color_system=None)
+    console.print(memory_report(memory(host=30 * MIB)))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text
+    lines = [line.split() for line in text.splitlines()]
+    assert ["before", "forward", "backward", "update"] in lines
+    assert [line[-2:] for line in lines if line[:2] == ["host:", "optimizer"]] == [["20.0", "20.0"]] * 2
+    assert ["optimizer", "states", *["8.00"] * 4] in lines
 
 
 @pytest.mark.parametrize("seen", [memory(), memory(host=30 * MIB), memory(ranks=40)])
@@ -133,7 +159,7 @@ def test_a_terminal_shows_bars_and_numbers(colours: bool) -> None:
     assert "37.0" in text  # 4 + 8 + 2 + 20 + 3
     if not colours:
         rows = [line for line in lines if line.lstrip().startswith(("rank 0", FORWARD, BACKWARD, UPDATE))]
-        assert len(rows) == 14, "bars, and numbers"
+        assert len(rows) == 7 + 1, "bars, and the rank above its numbers"
         (bar,) = [line for line in lines if "AAAA" in line and "35.0 MiB" in line]
         assert bar.count("A") == pytest.approx(20 / 35 * sum(map(bar.count, "PGOAL·")), abs=1)
 

@@ -325,9 +325,9 @@ def kept(world: World, line: str) -> tuple[int, int, int]:
     layout, away = Layout.parse(line), Counter[str]()
     config, keep = run_of(layout, sizes(line, False)), Homes.keep
 
-    def counted(self: Homes, where: str, values: torch.Tensor) -> HostHome | DiskHome:
+    def counted(self: Homes, where: str, values: torch.Tensor, part: str) -> HostHome | DiskHome:
         away[where] += values.nbytes
-        return keep(self, where, values)
+        return keep(self, where, values, part)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Homes, "keep", counted)
