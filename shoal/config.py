@@ -5,53 +5,23 @@ Unknown keys are refused with their nearest match; every error names the setting
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from shoal.config_attention import Latent as Latent
+from shoal.config_attention import RopeScaling as RopeScaling
 from shoal.config_faults import explain
+from shoal.config_section import Count, Fraction, Interval
+from shoal.config_section import Section as Section
 from shoal.errors import ConfigError, setting
 from shoal.layout import Layout
-
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Count = Annotated[int, Field(ge=1, strict=True)]
-Interval = Annotated[int, Field(ge=0, strict=True)]
-
-
-class Section(BaseModel):
-    """Frozen, strict about keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
-
-
-class RopeScaling(Section):
-    """How rotary angles are stretched beyond the length they were trained for."""
-
-    kind: Literal["linear", "llama3"]
-    factor: float = Field(gt=1)
-    low_freq_factor: float = Field(1.0, gt=0, description="llama3")
-    high_freq_factor: float = Field(4.0, gt=0, description="llama3")
-    original_positions: Count = Field(8192, description="llama3: the length before stretching")
-
-    @model_validator(mode="after")
-    def _suits_its_kind(self) -> RopeScaling:
-        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
-            problem = f"must be more than low_freq_factor ({self.low_freq_factor})"
-            raise ValueError(
-                setting("high_freq_factor", self.high_freq_factor, problem, f"use {4 * self.low_freq_factor}")
-            )
-        for name in ("low_freq_factor", "high_freq_factor", "original_positions"):
-            if self.kind == "linear" and getattr(self, name) != (unset := type(self).model_fields[name].default):
-                problem = "linear scaling stretches all angles alike"
-                raise ValueError(
-                    setting(name, getattr(self, name), problem, f'leave it {unset}, or use kind = "llama3"')
-                )
-        return self
 
 
 class Model(Section):
@@ -63,9 +33,9 @@ class Model(Section):
     kv_heads: Count = Field(
         default_factory=lambda known: known.get("heads", 1), description="key/value heads; unset: as many as heads"
     )
+    latent: Latent | None = Field(None, description="latent attention (DeepSeek); unset: grouped-query attention")
     head_dim: Count = Field(
-        default_factory=lambda known: known.get("hidden", 2) // known.get("heads", 1),
-        description="size of a head; unset: hidden / heads",
+        default_factory=lambda known: _head_dim(known), description="size of a head; unset: hidden / heads"
     )
     ffn: Count
     vocab: Count
@@ -93,12 +63,12 @@ class Model(Section):
     def _heads_divide(self) -> Model:
         # Rotary angles turn pairs.
         unit, size = (2, "an even head size") if self.positions == "rope" else (1, "a head size")
-        if "head_dim" not in self.model_fields_set and self.hidden % (unit * self.heads):
+        if self.latent is None and "head_dim" not in self.model_fields_set and self.hidden % (unit * self.heads):
             raise ValueError(
                 setting("hidden", self.hidden, f"must be heads ({self.heads}) times {size}",
                         f"use {self._near(self.hidden, unit * self.heads)}")
             )  # fmt: skip
-        if self.head_dim % unit:
+        if self.latent is None and self.head_dim % unit:
             raise ValueError(setting("head_dim", self.head_dim, "must be even", f"use {self.head_dim + 1}"))
         if self.heads % self.kv_heads:
             raise ValueError(
@@ -115,7 +85,30 @@ class Model(Section):
                     shown = value.kind if isinstance(value, RopeScaling) else value
                     legal = 'leave it out, or use positions = "rope"'
                     raise ValueError(setting(name, shown, "learned positions have no rotary angles", legal))
+        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(setting("rope_theta", self.rope_theta, "yarn needs a base above 1", "use 10000"))
         return self
+
+    @model_validator(mode="after")
+    def _latents_make_every_head(self) -> Model:
+        if self.latent is None:
+            return self
+        made: dict[str, Any] = {
+            "kv_heads": self.heads,
+            "head_dim": self.latent.plain_dim + self.latent.turned_dim,
+            "qk_norm": False,
+            "positions": "rope",
+        }
+        for name, value in made.items():
+            if getattr(self, name) != value:
+                shown = json.dumps(value)
+                raise ValueError(setting(name, getattr(self, name), "not with latent attention", f"use {shown}"))
+        return self
+
+    @property
+    def turned_dim(self) -> int:
+        """The features of a query or key head that turn with the position."""
+        return self.head_dim if self.latent is None else self.latent.turned_dim
 
     @property
     def experts(self) -> int:
@@ -125,6 +118,12 @@ class Model(Section):
     @staticmethod
     def _near(value: int, unit: int) -> int:
         return max(unit, round(value / unit) * unit)
+
+
+def _head_dim(known: Mapping[str, Any]) -> int:
+    if (latent := known.get("latent")) is not None:
+        return int(latent.plain_dim + latent.turned_dim)
+    return int(known.get("hidden", 2) // known.get("heads", 1))
 
 
 class DataSource(Section):

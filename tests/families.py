@@ -25,6 +25,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "kv_heads": 1,
     },
+    "deepseek2": {
+        "kv_heads": 4,
+        "latent": {"rank": 7, "plain_dim": 5, "turned_dim": 6, "value_dim": 3},
+        "rope_scaling": {"kind": "yarn", "factor": 8.0, "original_positions": 40, "mscale": 0.9, "mscale_all_dim": 0.6},
+    },
+    "deepseek3": {
+        "kv_heads": 4,
+        "latent": {"rank": 7, "query_rank": 9, "plain_dim": 3, "turned_dim": 4, "value_dim": 6},
+        "qkv_bias": True,
+        "out_bias": True,
+    },
     "gpt2": {
         "norm": "layer",
         "positions": "learned",

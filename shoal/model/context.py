@@ -21,7 +21,7 @@ Batch = Mapping[str, Tensor]
 
 @dataclass
 class Cache:
-    """Keys and values [samples, kv_heads, positions, head_dim] that attention has seen, by the name of its block;
+    """Keys and values [samples, kv_heads, positions, features] that attention has seen, by the name of its block;
     ``length`` positions in all, once a batch has run."""
 
     kept: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Context:
         if learned:
             check_room(shape, length if cache is None else cache.length)
         return cls(
-            None if learned else rope_tables(positions, shape.head_dim, shape.rope_theta, dtype, shape.rope_scaling),
+            None if learned else rope_tables(positions, shape.turned_dim, shape.rope_theta, dtype, shape.rope_scaling),
             positions if learned else None,
             mask=attention_mask(batch["tokens"], batch.get("documents"), shape.window),
             labels=batch.get("labels"),
@@ -94,7 +94,7 @@ class Context:
         )
 
     def turn(self, x: Tensor) -> Tensor:
-        """Queries or keys ``x`` [samples, positions, heads, head_dim] at rotary positions, ``x`` itself without."""
+        """Queries or keys ``x`` [samples, positions, heads, features] at rotary positions, ``x`` itself without."""
         return x if self.rope is None else rotate(x, self.rope)
 
     def drop(self, x: Tensor, rate: float, site: str) -> Tensor:

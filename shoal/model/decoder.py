@@ -7,12 +7,12 @@ modules and settings, chosen when the model is built.
 Linears that read the same input are one fused matrix (q, k, v; gate, up), so each input is fetched once and a layout
 needs one entry collective for it.
 
-Axes in names: B samples, T positions, H hidden, N heads, K key/value heads, D head_dim.
+Axes in names: B samples, T positions, H hidden, N heads, K key/value heads, D features of a query, E of a value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from shoal.config import Model as Shape
 from shoal.model.context import Batch, Cache, Context
 from shoal.model.dropout import Noise
+from shoal.model.latent import LatentAttention, latent_roles
 from shoal.model.linear import Linear
 from shoal.model.loss import IGNORED, LinearCrossEntropy
 from shoal.model.norms import norm_of
@@ -68,14 +69,15 @@ class Embed(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Softmax attention over the positions up to one's own, or those that the context's mask allows."""
+    """Softmax attention over the positions up to one's own, or those that the context's mask allows: scores q·k/√D,
+    with values of E features, which may be fewer or more. Returns [B, N, T, E]."""
 
-    def forward(self, q_BNTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, ctx: Context) -> Tensor:
+    def forward(self, q_BNTD: Tensor, k_BKTD: Tensor, v_BKTE: Tensor, ctx: Context) -> Tensor:
         shared = q_BNTD.shape[1] != k_BKTD.shape[1]
         # One new position after a cache sees everything; otherwise queries and keys are the same positions.
         causal = ctx.mask is None and q_BNTD.shape[2] > 1
         return F.scaled_dot_product_attention(
-            q_BNTD, k_BKTD, v_BKTD, attn_mask=ctx.mask, is_causal=causal, enable_gqa=shared
+            q_BNTD, k_BKTD, v_BKTE, attn_mask=ctx.mask, is_causal=causal, enable_gqa=shared
         )
 
 
@@ -138,7 +140,7 @@ class Block(nn.Module):
         super().__init__()
         self.name, self.rate = name, shape.dropout
         self.attn_norm = norm_of(shape, shape.hidden)
-        self.attn = Attention(shape, name)
+        self.attn = LatentAttention(shape, name, CausalAttention()) if shape.latent else Attention(shape, name)
         self.ffn_norm = norm_of(shape, shape.hidden)
         self.ffn = FeedForward(shape) if shape.gated else PlainFeedForward(shape)
 
@@ -245,17 +247,20 @@ def decoder_roles(shape: Shape) -> RoleTable:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norm_std = 0.0 if shape.norm == "rms-plus-one" else Role.std
     norm, head_norm = Role("norm", std=norm_std), Role("head_norm", std=norm_std)
+    attention: Mapping[str, Role] = {
+        "qkv": Role("qkv", parts=(("q", q), ("k", kv), ("v", kv)), heads=shape.heads, kv_heads=shape.kv_heads),
+        "q_norm": head_norm,
+        "k_norm": head_norm,
+        "core": Role("attention"),
+        "out": Role("out_proj", std=into_residual, heads=shape.heads, kv_heads=shape.kv_heads),
+    }
+    if shape.latent is not None:
+        attention = latent_roles(shape, into_residual)
     return {
         "embed.table": Role("embed"),
         "embed.positions": Role("position"),
         "blocks.*.attn_norm": norm,
-        "blocks.*.attn.qkv": Role(
-            "qkv", parts=(("q", q), ("k", kv), ("v", kv)), heads=shape.heads, kv_heads=shape.kv_heads
-        ),
-        "blocks.*.attn.q_norm": head_norm,
-        "blocks.*.attn.k_norm": head_norm,
-        "blocks.*.attn.core": Role("attention"),
-        "blocks.*.attn.out": Role("out_proj", std=into_residual, heads=shape.heads, kv_heads=shape.kv_heads),
+        **{f"blocks.*.attn.{name}": role for name, role in attention.items()},
         "blocks.*.ffn_norm": norm,
         "blocks.*.ffn.gate_up": Role("gate_up", parts=(("gate", shape.ffn), ("up", shape.ffn))),
         "blocks.*.ffn.up": Role("gate_up"),

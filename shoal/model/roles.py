@@ -14,7 +14,7 @@ from typing import Literal
 
 Kind = Literal[
     "embed", "position", "norm", "head_norm", "qkv", "out_proj", "gate_up", "down", "head", "router", "expert",
-    "attention", "loss", "replicated", "latent",
+    "attention", "loss", "replicated", "latent", "latent_norm", "latent_entry", "expand",
 ]  # fmt: skip
 
 
