@@ -45,7 +45,10 @@ class Model(Section):
         "rms", description="rms-plus-one scales by 1 + weight (Gemma); layer has mean and bias (GPT-2)"
     )
     norm_eps: float = Field(1e-5, gt=0)
-    qk_norm: bool = Field(False, description="norms of each query and key head (Qwen 3)")
+    qk_norm: bool = Field(False, description="norms of queries and keys")
+    qk_norm_over: Literal["head", "all"] = Field(
+        "head", description="qk_norm: of each head by itself (Qwen 3), or of all heads together (OLMoE)"
+    )
     positions: Literal["rope", "learned"] = "rope"
     max_positions: Count = Field(1024, description="learned: rows of the table")
     rope_theta: float = Field(10_000.0, gt=0)
@@ -87,6 +90,13 @@ class Model(Section):
                     raise ValueError(setting(name, shown, "learned positions have no rotary angles", legal))
         if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
             raise ValueError(setting("rope_theta", self.rope_theta, "yarn needs a base above 1", "use 10000"))
+        return self
+
+    @model_validator(mode="after")
+    def _has_the_norms_it_describes(self) -> Model:
+        if self.qk_norm_over != "head" and not self.qk_norm:
+            problem = "there are no norms of queries and keys"
+            raise ValueError(setting("qk_norm_over", self.qk_norm_over, problem, "use qk_norm = true"))
         return self
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama3": {"rope_scaling": {"kind": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "original_positions": 40}},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True, "head_dim": 10},
+    "olmoe": {"qk_norm": True, "qk_norm_over": "all"},
     "mistral": {"window": 5},
     "gemma": {
         "norm": "rms-plus-one",

@@ -27,7 +27,7 @@ from shoal.model.latent import LatentAttention, latent_roles
 from shoal.model.linear import Linear
 from shoal.model.loss import IGNORED, LinearCrossEntropy
 from shoal.model.norms import norm_of
-from shoal.model.roles import Role, RoleTable
+from shoal.model.roles import Kind, Role, RoleTable
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -82,23 +82,28 @@ class CausalAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, with rotary positions where none are learned, and norms of each query and key head where
-    the model has them."""
+    """Grouped-query attention, with rotary positions where none are learned, and norms of queries and keys, of each
+    head or of all together, where the model has them."""
 
     def __init__(self, shape: Shape, name: str) -> None:
         super().__init__()
         self.head_dim, self.window, self.name = shape.head_dim, shape.window, name
         q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.qkv = Fused(shape.hidden, (q, kv, kv), bias=shape.qkv_bias)
-        self.q_norm = norm_of(shape, shape.head_dim) if shape.qk_norm else None
-        self.k_norm = norm_of(shape, shape.head_dim) if shape.qk_norm else None
+        self.norms_heads = shape.qk_norm_over == "head"
+        normed = (shape.head_dim, shape.head_dim) if self.norms_heads else (q, kv)
+        self.q_norm = norm_of(shape, normed[0]) if shape.qk_norm else None
+        self.k_norm = norm_of(shape, normed[1]) if shape.qk_norm else None
         self.core = CausalAttention()
         self.out = Linear(q, shape.hidden, bias=shape.out_bias)
 
     def forward(self, x_BTH: Tensor, ctx: Context) -> Tensor:
+        q, k, v = self.qkv(x_BTH)
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
         # How many heads there are follows from the widths: a rank may hold some of them.
-        q_BTND, k_BTKD, v_BTKD = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x_BTH))
-        if self.q_norm is not None and self.k_norm is not None:
+        q_BTND, k_BTKD, v_BTKD = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None and self.norms_heads:
             q_BTND, k_BTKD = self.q_norm(q_BTND), self.k_norm(k_BTKD)
         q, k, v = ctx.turn(q_BTND).transpose(1, 2), ctx.turn(k_BTKD).transpose(1, 2), v_BTKD.transpose(1, 2)
         if ctx.cache is not None:
@@ -246,11 +251,12 @@ def decoder_roles(shape: Shape) -> RoleTable:
     into_residual = 0.02 / (2 * shape.layers) ** 0.5
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norm_std = 0.0 if shape.norm == "rms-plus-one" else Role.std
-    norm, head_norm = Role("norm", std=norm_std), Role("head_norm", std=norm_std)
+    norm = Role("norm", std=norm_std)
+    kind: Kind = "head_norm" if shape.qk_norm_over == "head" else "heads_norm"
     attention: Mapping[str, Role] = {
         "qkv": Role("qkv", parts=(("q", q), ("k", kv), ("v", kv)), heads=shape.heads, kv_heads=shape.kv_heads),
-        "q_norm": head_norm,
-        "k_norm": head_norm,
+        "q_norm": Role(kind, std=norm_std, heads=shape.heads, kv_heads=shape.heads),
+        "k_norm": Role(kind, std=norm_std, heads=shape.heads, kv_heads=shape.kv_heads),
         "core": Role("attention"),
         "out": Role("out_proj", std=into_residual, heads=shape.heads, kv_heads=shape.kv_heads),
     }

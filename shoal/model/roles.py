@@ -13,14 +13,18 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 Kind = Literal[
-    "embed", "position", "norm", "head_norm", "qkv", "out_proj", "gate_up", "down", "head", "router", "expert",
-    "attention", "loss", "replicated", "latent", "latent_norm", "latent_entry", "expand",
+    "embed", "position", "norm", "head_norm", "heads_norm", "qkv", "out_proj", "gate_up", "down", "head",
+    "router", "expert", "attention", "loss", "replicated", "latent", "latent_norm", "latent_entry", "expand",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Role:
     """What one module is to the layouts.
+
+    Norms of heads are of each (``head_norm``) or of all together (``heads_norm``), of which there are ``kv_heads``
+    here. A ``latent`` comes from the stream, has a ``latent_norm``, and after its ``latent_entry`` goes to heads by
+    linears that ``expand`` it.
 
     ``parts`` names the logical weights that a fused matrix stacks along dim 0, with their rows. ``heads`` and
     ``kv_heads`` say how those rows group into attention heads: the granule that may not be cut is one key/value head

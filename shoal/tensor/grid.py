@@ -104,7 +104,7 @@ class OnGrid(ABC):
         inner: tuple[str, ...] = ()
         if role.kind in FIRST:
             outer, inner = axes.columns, axes.first
-        elif role.kind == "expand":
+        elif role.kind in ("expand", "heads_norm"):
             outer = axes.columns
         elif role.kind == "latent" and axes.hidden and len(shape) > 1:
             outer, inner = None, (axes.hidden,)
@@ -138,6 +138,9 @@ class OnGrid(ABC):
             table = cast(nn.Embedding, module)
             ports, vocabulary = self.first(table.embedding_dim, mesh), self._vocabulary(table.num_embeddings, mesh)
             return VocabularyEmbedding(table, ports, vocabulary, self._streamed(mesh.coords))
+        if role.kind == "heads_norm":
+            # A head that several ranks have counts as often as any other.
+            return divided_norm(module, mesh.over(self.axes.columns))
         if role.kind.startswith("latent"):
             return self._latent(role, module, mesh)
         if role.kind not in FIRST + SECOND:
@@ -225,7 +228,8 @@ class OnGrid(ABC):
         if axis != self.axes.columns or role.kind in SECOND or not role.heads:
             return [_share(total, size, at) for total in totals]
         assert role.heads % size == 0, f"{role.heads} heads over {size} ranks"
-        width = totals[0] // role.heads  # the first part has the query heads
+        # The first part has the query heads; a norm of key heads has those alone.
+        width = totals[0] // (role.kv_heads if role.kind == "heads_norm" else role.heads)
         shares = [_share_of_heads(total // width, size, at) for total in totals]
         return [(start * width, stop * width) for start, stop in shares]
 

@@ -22,6 +22,7 @@ QUICK = {
     "llama3": "tp=2:1d-sp",
     "qwen2": "tp=2",
     "qwen3": "tp=2:1d-sp,pp=2:1f1b,mb=4",
+    "olmoe": "tp=4",
     "mistral": "tp=2:1d-sp",
     "gemma": "tp=2",
     "deepseek2": "tp=2:1d-sp",
