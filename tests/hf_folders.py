@@ -20,6 +20,17 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
+LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 11,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 7,
+}
+DENSE = {"first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
+"""Of a family whose later layers have experts, where all are of the first."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,12 @@ TINY = {
     "qwen2-window": Tiny("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
     "qwen3": Tiny("qwen3", {"head_dim": 8}),
     "gemma": Tiny("gemma", {"head_dim": 8, "rms_norm_eps": 1e-5}),
+    "qwen3-yarn": Tiny("qwen3", {"head_dim": 8, "rope_scaling": YARN}),
+    "deepseek2-dense": Tiny(
+        "deepseek_v2",
+        LATENTS | DENSE | {"q_lora_rank": None, "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}},
+    ),
+    "deepseek3-dense": Tiny("deepseek_v3", LATENTS | DENSE | {"attention_bias": True}),
     "gpt2": Tiny("gpt2"),
     "gpt2-untied": Tiny("gpt2", {"tie_word_embeddings": False, "n_inner": None}),
 }

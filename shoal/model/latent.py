@@ -40,26 +40,25 @@ class LatentAttention(nn.Module):
         self.query_parts, self.key_parts = (one.plain_dim, one.turned_dim), (one.plain_dim, one.value_dim)
         self.scale = growth(shape.rope_scaling, shape.rope_scaling.mscale_all_dim if shape.rope_scaling else 0.0) ** 2
         self.down = Linear(shape.hidden, sum(self.widths), bias=shape.qkv_bias)
-        self.q_latent_norm = nn.RMSNorm(one.query_rank, EPS) if one.query_rank else None
-        self.queries = Linear(one.query_rank or shape.hidden, queries, bias=False)
+        self.q_latent_norm = nn.RMSNorm(one.query_rank, EPS) if one.query_rank is not None else None
+        self.q_up = Linear(one.query_rank, queries, bias=False) if one.query_rank is not None else None
+        self.q = Linear(shape.hidden, queries, bias=False) if one.query_rank is None else None
         self.kv_latent_norm = nn.RMSNorm(one.rank, EPS)
         self.entry = nn.Identity()
-        self.keys_values = Linear(one.rank, shape.heads * sum(self.key_parts), bias=False)
+        self.kv_up = Linear(one.rank, shape.heads * sum(self.key_parts), bias=False)
         self.core = core
         self.out = Linear(shape.heads * one.value_dim, shape.hidden, bias=shape.out_bias)
 
     def forward(self, x_BTH: Tensor, ctx: Context) -> Tensor:
         q_latent, kv_latent, k_BTR = self.down(x_BTH).split(self.widths, dim=-1)
-        latents = [self.kv_latent_norm(kv_latent), k_BTR]
         if self.q_latent_norm is not None:
-            latents.insert(0, self.q_latent_norm(q_latent))
-        # In one tensor: however many ranks there are, it is exchanged once.
-        *q_latents, kv_latent, k_BTR = self.entry(torch.cat(latents, dim=-1)).split(
-            [one.shape[-1] for one in latents], dim=-1
-        )
+            q_latent = self.q_latent_norm(q_latent)
+        # In one tensor, which is exchanged once where there are several ranks.
+        latents = self.entry(torch.cat((q_latent, self.kv_latent_norm(kv_latent), k_BTR), dim=-1))
+        q_latent, kv_latent, k_BTR = latents.split(self.widths, dim=-1)
         # How many heads there are follows from the widths: a rank may hold some of them.
-        q = self.queries(q_latents[0] if q_latents else x_BTH).unflatten(-1, (-1, sum(self.query_parts)))
-        kv = self.keys_values(kv_latent).unflatten(-1, (-1, sum(self.key_parts)))
+        q = self._queries(x_BTH, q_latent).unflatten(-1, (-1, sum(self.query_parts)))
+        kv = self.kv_up(kv_latent).unflatten(-1, (-1, sum(self.key_parts)))
         (q_BTNP, q_BTNR), (k_BTNP, v_BTNE) = q.split(self.query_parts, -1), kv.split(self.key_parts, -1)
         k_BTNR = ctx.turn(k_BTR[:, :, None]).expand(-1, -1, k_BTNP.shape[2], -1)
         q = torch.cat((q_BTNP, ctx.turn(q_BTNR)), dim=-1).transpose(1, 2)
@@ -69,6 +68,12 @@ class LatentAttention(nn.Module):
         if ctx.cache is not None:
             k, v = ctx.cache.extend(self.name, k, v, self.window)
         return self.out(self.core(q, k, v, ctx).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _queries(self, x_BTH: Tensor, q_latent: Tensor) -> Tensor:
+        if self.q_up is not None:
+            return self.q_up(q_latent)  # type: ignore[no-any-return]
+        assert self.q is not None
+        return self.q(x_BTH)  # type: ignore[no-any-return]
 
 
 def latent_roles(shape: Shape, into_residual: float) -> Mapping[str, Role]:
@@ -83,8 +88,9 @@ def latent_roles(shape: Shape, into_residual: float) -> Mapping[str, Role]:
         "q_latent_norm": Role("latent_norm"),
         "kv_latent_norm": Role("latent_norm"),
         "entry": Role("latent_entry"),
-        "queries": Role("qkv" if one.query_rank is None else "expand", heads=heads, kv_heads=heads),
-        "keys_values": Role("expand", heads=heads, kv_heads=heads),
+        "q": Role("qkv", heads=heads, kv_heads=heads),
+        "q_up": Role("expand", heads=heads, kv_heads=heads),
+        "kv_up": Role("expand", heads=heads, kv_heads=heads),
         "core": Role("attention"),
         "out": Role("out_proj", std=into_residual, heads=heads, kv_heads=heads),
     }

@@ -88,7 +88,7 @@ def export_hf(
     weights, shapes = WholeTensors(found, manifest), logical_shapes(config.model)
     assert weights.shapes == shapes, "a checkpoint is of the model that it names"
     family = FAMILIES[written["model_type"]]
-    stored = {one.name: one for one in stored_tensors(family, shapes)}
+    stored = {one.name: one for one in stored_tensors(family, shapes, config.model)}
     main = dtype or _main_dtype(weights)
     written.pop("dtype", None)
     with made_whole(out) as aside:
@@ -132,9 +132,13 @@ def _announced(weights: WholeTensors, stored: Stored, dtype: str | None) -> Tens
 
 
 def _read(weights: WholeTensors, stored: Stored) -> Tensor:
-    parts = [weights.read(name) for name, _ in stored.parts]
+    parts = [_as_stored(weights.read(name), stored.order(name, (0, rows))) for name, rows in stored.parts]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     return whole.t() if stored.transposed else whole
+
+
+def _as_stored(part: Tensor, order: Tensor | None) -> Tensor:
+    return part if order is None else torch.empty_like(part).index_copy_(0, order, part)
 
 
 def _main_dtype(weights: WholeTensors) -> str:

@@ -18,7 +18,7 @@ QWEN3 = Model(layers=1, hidden=6, heads=3, kv_heads=1, head_dim=4, ffn=10, vocab
 
 def test_gpt2_fuses_and_transposes() -> None:
     shapes = logical_shapes(GPT2)
-    stored = {one.name: one for one in stored_tensors(FAMILIES["gpt2"], shapes)}
+    stored = {one.name: one for one in stored_tensors(FAMILIES["gpt2"], shapes, GPT2)}
     assert len(stored) == 2 + 11 * 12 + 2
     assert [name for name in stored if ".h." in name][::12] == [f"transformer.h.{i}.ln_1.weight" for i in range(11)]
     fused = stored["transformer.h.10.attn.c_attn.weight"]
@@ -33,7 +33,7 @@ def test_gpt2_fuses_and_transposes() -> None:
 @pytest.mark.parametrize("box", [((0, 6), (0, 6)), ((2, 5), (1, 3)), ((5, 6), (0, 6)), ((3, 3), (0, 6))])
 @pytest.mark.parametrize("part", ["q", "k", "v"])
 def test_a_box_of_a_part_is_a_region_of_the_whole(part: str, box: Box) -> None:
-    stored = {one.name: one for one in stored_tensors(FAMILIES["gpt2"], logical_shapes(GPT2))}
+    stored = {one.name: one for one in stored_tensors(FAMILIES["gpt2"], logical_shapes(GPT2), GPT2)}
     fused = stored["transformer.h.0.attn.c_attn.weight"]
     parts = torch.arange(108.0).view(3, 6, 6)
     theirs = parts.flatten(0, 1).t()

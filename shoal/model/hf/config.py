@@ -1,8 +1,4 @@
-"""config.json ↔ the model section of a run file, for every family.
-
-Both spellings of rotary positions are read: ``rope_theta`` and ``rope_scaling`` of transformers 4, and
-``rope_parameters`` of transformers 5, in which the base lies too. The older is written, which both versions read.
-"""
+"""config.json ↔ the model section of a run file, for every family."""
 
 from __future__ import annotations
 
@@ -11,9 +7,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shoal.config import Model, RopeScaling
+from shoal.config import Model
 from shoal.errors import ConfigError, setting
 from shoal.model.hf.families import FAMILIES, Family, family_of
+from shoal.model.hf.latent import read_latent, written_latent
+from shoal.model.hf.rotary import read_rope, written_rope
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -38,7 +36,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "scale_attn_weights": (None, True),
     "scale_attn_by_inverse_layer_idx": (None, False),
 }
-_ROPE_KINDS = ("default", "linear", "llama3")
 _TRAINING = {"dropout", "z_loss"}
 """Settings of the model section that say how it is trained, of which config.json knows nothing that would do."""
 
@@ -51,7 +48,7 @@ def read_model(config: Mapping[str, Any]) -> Model:
     """
     family = family_of(config)
     try:
-        _refuse(config)
+        _refuse(config, family)
         values = _values(config, family)
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"config.json: a value of the wrong type: {error}") from None
@@ -74,8 +71,8 @@ def _values(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if family.name in ("qwen2", "qwen3"):
         values["window"] = _read_window(config)
     if "positions" not in family.fixed:
-        values |= _read_rope(config)
-    return values
+        values |= read_rope(config, family.defaults.get("rope_theta", 10_000.0))
+    return values | (read_latent(config) if family.latent else {})
 
 
 def write_config(shape: Model, base: Mapping[str, Any] | None = None, *, positions: int = 2048) -> dict[str, Any]:
@@ -94,7 +91,11 @@ def write_config(shape: Model, base: Mapping[str, Any] | None = None, *, positio
             **(kept if base.get("model_type") in (None, family.name) else {}),
             **_written(shape, family),
         }
-        if _computes(read_model(config)) == _computes(shape):
+        try:
+            said = read_model(config)
+        except ConfigError:  # nothing of this family
+            continue
+        if _computes(said) == _computes(shape):
             return config
     raise ConfigError(
         "model: no family of Hugging Face models has this combination of norms, positions, biases and feed-forward; "
@@ -112,7 +113,7 @@ def _written(shape: Model, family: Family) -> dict[str, Any]:
         values["hidden_activation"] = activation
     if family.name in ("qwen2", "qwen3"):
         values |= _written_window(shape)
-    return values | _written_rope(shape)
+    return values | written_rope(shape) | (written_latent(shape) if family.latent else {})
 
 
 def _computes(shape: Model) -> Model:
@@ -123,8 +124,8 @@ def _computes(shape: Model) -> Model:
     return shape.model_copy(update=update)
 
 
-def _refuse(config: Mapping[str, Any]) -> None:
-    for key, fine in _ONLY.items():
+def _refuse(config: Mapping[str, Any], family: Family) -> None:
+    for key, fine in {**_ONLY, **family.only}.items():
         if config.get(key) not in fine:
             only = " or ".join(str(value) for value in fine if value is not None) or "absent"
             raise ConfigError(setting(key, config[key], "not an option of Shoal's decoder", f"it must be {only}"))
@@ -173,33 +174,3 @@ def _written_window(shape: Model) -> dict[str, Any]:
         "max_window_layers": shape.layers if shape.window is None else 0,
         "layer_types": [kind] * shape.layers,
     }
-
-
-def _read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _ROPE_KINDS:
-        raise ConfigError(setting("rope_type", kind, "not a kind that is built", f"one of {', '.join(_ROPE_KINDS)}"))
-    if kind == "default" or (kind == "linear" and rope.get("factor") == 1.0):
-        return {"rope_theta": theta}
-    if kind == "linear":
-        return {"rope_theta": theta, "rope_scaling": {"kind": kind, "factor": rope.get("factor")}}
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    if missing := [key for key in keys if key not in rope]:
-        raise ConfigError(f"config.json: {missing[0]} is missing; rotary positions of type llama3 need it")
-    values = {key: rope[key] for key in keys[:3]}
-    return {"rope_theta": theta, "rope_scaling": {"kind": kind, **values, "original_positions": rope[keys[3]]}}
-
-
-def _written_rope(shape: Model) -> dict[str, Any]:
-    return {"rope_theta": shape.rope_theta, "rope_scaling": shape.rope_scaling and _written_scaling(shape.rope_scaling)}
-
-
-def _written_scaling(scaling: RopeScaling) -> dict[str, Any]:
-    written: dict[str, Any] = {"rope_type": scaling.kind, "type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        written["low_freq_factor"] = scaling.low_freq_factor
-        written["high_freq_factor"] = scaling.high_freq_factor
-        written["original_max_position_embeddings"] = scaling.original_positions
-    return written

@@ -1,8 +1,8 @@
 """The families of Hugging Face models that the decoder can be, each as data: its sizes' keys and its modules' names.
 
 The names of a family map a module of the decoder to the module of theirs that holds its tensors, ``*`` being the number
-of a block; the last word of a tensor's name (weight, bias) is the same in both. Where several modules map to one, it
-stacks them in this order along the output dim.
+of a block, and a second one that of an expert; the last word of a tensor's name (weight, bias) is the same in both, or
+the whole name is there. Where several modules map to one, it stacks them in this order along the output dim.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ class Family:
     ``fixed``      settings that every model of the family has
     ``names``      module of the decoder → module of theirs
     ``prefix``     what all their modules but the head begin with; files may leave it out
+    ``only``       keys that change what a model computes in a way that this one cannot, with the values that do not
+    ``latent``     whether attention is latent attention
+    ``pairs``      whether rotary features are pairs side by side
     ``transposed`` last words of modules whose matrices are [in, out]
     ``ignored``    tensors that files may have and nothing needs: tables that are computed
     """
@@ -36,7 +39,10 @@ class Family:
     names: Mapping[str, str]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     prefix: str = "model."
+    latent: bool = False
+    pairs: bool = False
     transposed: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 
@@ -159,7 +165,41 @@ GPT2 = Family(
     ignored=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
 )
 
-FAMILIES = {one.name: one for one in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GPT2)}
+_LATENT_NAMES = {
+    **{ours: theirs for ours, theirs in _NAMES.items() if ".attn." not in ours},
+    "blocks.*.attn.q": "model.layers.*.self_attn.q_proj",
+    "blocks.*.attn.q_down": "model.layers.*.self_attn.q_a_proj",
+    "blocks.*.attn.q_latent_norm": "model.layers.*.self_attn.q_a_layernorm",
+    "blocks.*.attn.q_up": "model.layers.*.self_attn.q_b_proj",
+    "blocks.*.attn.kv_down": "model.layers.*.self_attn.kv_a_proj_with_mqa",
+    "blocks.*.attn.k_turned": "model.layers.*.self_attn.kv_a_proj_with_mqa",
+    "blocks.*.attn.kv_latent_norm": "model.layers.*.self_attn.kv_a_layernorm",
+    "blocks.*.attn.kv_up": "model.layers.*.self_attn.kv_b_proj",
+    "blocks.*.attn.out": "model.layers.*.self_attn.o_proj",
+}
+_LATENT_KEYS = {field: key for field, key in (_KEYS | _BIASES).items() if field != "head_dim"}
+DEEPSEEK2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    _LATENT_KEYS,
+    _LATENT_NAMES,
+    _DEFAULTS,
+    only={"mlp_bias": (None, False)},
+    latent=True,
+    pairs=True,
+)
+DEEPSEEK3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    _LATENT_KEYS,
+    _LATENT_NAMES,
+    _DEFAULTS,
+    only={"rope_interleave": (None, True)},
+    latent=True,
+    pairs=True,
+)
+
+FAMILIES = {one.name: one for one in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GPT2, DEEPSEEK2, DEEPSEEK3)}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

@@ -43,7 +43,7 @@ class Weights:
         except (RuntimeError, TypeError) as error:  # what torch raises for a size that overflows
             raise self._unfit(folder / CONFIG, f"sizes that no tensor can have: {error}") from None
         self._found: dict[str, OnDisk] = {with_prefix(self.family, key): tensor for key, tensor in found.items()}
-        stored = stored_tensors(self.family, self.shapes)
+        stored = stored_tensors(self.family, self.shapes, self.model)
         self._check(stored)
         self._stored = {part: one for one in stored for part, _ in one.parts}
         self.dtypes = {part: DTYPES[self._found[one.name].dtype] for part, one in self._stored.items()}
@@ -51,8 +51,13 @@ class Weights:
     def read(self, name: str, box: Box) -> Tensor:
         """The ``box`` of the logical tensor ``name``, in its dtype, on the CPU."""
         stored = self._stored[name]
-        part = self._found[stored.name].read(stored.region(name, box))
-        return part.t() if stored.transposed else part
+        order = stored.order(name, box[0]) if box else None
+        if order is None or not len(order):
+            part = self._found[stored.name].read(stored.region(name, box))
+            return part.t() if stored.transposed else part
+        first = int(order.min())
+        around = ((first, int(order.max()) + 1), *box[1:])
+        return self._found[stored.name].read(stored.region(name, around))[order - first]
 
     def check_tied(self) -> None:
         """Raise :class:`CheckpointError` where a model whose head is tied has one of its own all the same, with other
