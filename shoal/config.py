@@ -9,24 +9,17 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from shoal.config_experts import Gating, check_experts
 from shoal.config_faults import explain
+from shoal.config_section import Count, Fraction, Interval
+from shoal.config_section import Section as Section
 from shoal.errors import ConfigError, setting
 from shoal.layout import Layout
-
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Count = Annotated[int, Field(ge=1, strict=True)]
-Interval = Annotated[int, Field(ge=0, strict=True)]
-
-
-class Section(BaseModel):
-    """Frozen, strict about keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
 
 
 class RopeScaling(Section):
@@ -88,6 +81,28 @@ class Model(Section):
     ffn_bias: bool = False
     scaled_embedding: bool = Field(False, description="the embedding is multiplied by √hidden (Gemma)")
     z_loss: float = Field(0.0, ge=0, description="weight of log²Σexp(logits) in the loss while training")
+    experts: Interval = Field(0, description="feed-forwards of a layer among which a gate chooses; 0: one, for all")
+    experts_per_token: Count = Field(2, description="how many of them a token takes")
+    expert_ffn: Count | None = Field(None, description="columns of an expert; unset: ffn")
+    shared_experts: Interval = Field(0, description="experts, side by side, that every token takes besides")
+    dense_layers: Interval = Field(0, description="first layers without experts (DeepSeek)")
+    gate: Gating = Field(
+        "softmax",
+        description="softmax over all experts, then the largest (Qwen 3); topk-softmax over the largest (Mixtral); "
+        "sigmoid with a bias that balances (DeepSeek-V3); sinkhorn; expert-choice: experts choose tokens",
+    )
+    gate_renormalise: bool = Field(False, description="softmax, sigmoid: the weights of a token's experts sum to 1")
+    gate_scale: float = Field(1.0, gt=0, description="what these weights are multiplied by")
+    gate_groups: Count = Field(1, description="groups of experts side by side")
+    gate_top_groups: Count = Field(1, description="groups from which a token's experts come")
+    bias_rate: float = Field(1e-3, ge=0, description="sigmoid: step of the bias, towards balance")
+    capacity: float | None = Field(
+        None,
+        gt=0,
+        description="tokens of a sequence an expert takes, over an even share; later ones it drops; unset: all",
+    )
+    balance_loss: float = Field(0.0, ge=0, description="weight of the loss of uneven load, of each sequence")
+    gate_z_loss: float = Field(0.0, ge=0, description="weight of log²Σexp(scores) of the gate")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Model:
@@ -117,10 +132,15 @@ class Model(Section):
                     raise ValueError(setting(name, shown, "learned positions have no rotary angles", legal))
         return self
 
+    @model_validator(mode="after")
+    def _experts_go_together(self) -> Model:
+        check_experts(self)
+        return self
+
     @property
-    def experts(self) -> int:
-        """A dense model has none."""
-        return 0
+    def expert_width(self) -> int:
+        """Columns of one expert."""
+        return self.expert_ffn or self.ffn
 
     @staticmethod
     def _near(value: int, unit: int) -> int:
