@@ -5,7 +5,6 @@ Unknown keys are refused with their nearest match; every error names the setting
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -17,6 +16,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from shoal.config_attention import Latent as Latent
 from shoal.config_attention import RopeScaling as RopeScaling
+from shoal.config_attention import check_attention
+from shoal.config_experts import Gating, check_experts
 from shoal.config_faults import explain
 from shoal.config_section import Count, Fraction, Interval
 from shoal.config_section import Section as Section
@@ -61,6 +62,28 @@ class Model(Section):
     ffn_bias: bool = False
     scaled_embedding: bool = Field(False, description="the embedding is multiplied by √hidden (Gemma)")
     z_loss: float = Field(0.0, ge=0, description="weight of log²Σexp(logits) in the loss while training")
+    experts: Interval = Field(0, description="feed-forwards of a layer among which a gate chooses; 0: one, for all")
+    experts_per_token: Count = Field(2, description="how many of them a token takes")
+    expert_ffn: Count | None = Field(None, description="columns of an expert; unset: ffn")
+    shared_experts: Interval = Field(0, description="experts, side by side, that every token takes besides")
+    dense_layers: Interval = Field(0, description="first layers without experts (DeepSeek)")
+    gate: Gating = Field(
+        "softmax",
+        description="softmax over all experts, then the largest (Qwen 3); topk-softmax over the largest (Mixtral); "
+        "sigmoid with a bias that balances (DeepSeek-V3); sinkhorn; expert-choice: experts choose tokens",
+    )
+    gate_renormalise: bool = Field(False, description="softmax, sigmoid: the weights of a token's experts sum to 1")
+    gate_scale: float = Field(1.0, gt=0, description="what these weights are multiplied by")
+    gate_groups: Count = Field(1, description="groups of experts side by side")
+    gate_top_groups: Count = Field(1, description="groups from which a token's experts come")
+    bias_rate: float = Field(1e-3, ge=0, description="sigmoid: step of the bias, towards balance")
+    capacity: float | None = Field(
+        None,
+        gt=0,
+        description="tokens of a sequence an expert takes, over an even share; later ones it drops; unset: all",
+    )
+    balance_loss: float = Field(0.0, ge=0, description="weight of the loss of uneven load, of each sequence")
+    gate_z_loss: float = Field(0.0, ge=0, description="weight of log²Σexp(scores) of the gate")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Model:
@@ -88,31 +111,16 @@ class Model(Section):
                     shown = value.kind if isinstance(value, RopeScaling) else value
                     legal = 'leave it out, or use positions = "rope"'
                     raise ValueError(setting(name, shown, "learned positions have no rotary angles", legal))
-        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
-            raise ValueError(setting("rope_theta", self.rope_theta, "yarn needs a base above 1", "use 10000"))
         return self
 
     @model_validator(mode="after")
-    def _has_the_norms_it_describes(self) -> Model:
-        if self.qk_norm_over != "head" and not self.qk_norm:
-            problem = "there are no norms of queries and keys"
-            raise ValueError(setting("qk_norm_over", self.qk_norm_over, problem, "use qk_norm = true"))
+    def _attention_goes_together(self) -> Model:
+        check_attention(self)
         return self
 
     @model_validator(mode="after")
-    def _latents_make_every_head(self) -> Model:
-        if self.latent is None:
-            return self
-        made: dict[str, Any] = {
-            "kv_heads": self.heads,
-            "head_dim": self.latent.plain_dim + self.latent.turned_dim,
-            "qk_norm": False,
-            "positions": "rope",
-        }
-        for name, value in made.items():
-            if getattr(self, name) != value:
-                shown = json.dumps(value)
-                raise ValueError(setting(name, getattr(self, name), "not with latent attention", f"use {shown}"))
+    def _experts_go_together(self) -> Model:
+        check_experts(self)
         return self
 
     @property
@@ -121,9 +129,9 @@ class Model(Section):
         return self.head_dim if self.latent is None else self.latent.turned_dim
 
     @property
-    def experts(self) -> int:
-        """A dense model has none."""
-        return 0
+    def expert_width(self) -> int:
+        """Columns of one expert."""
+        return self.expert_ffn or self.ffn
 
     @staticmethod
     def _near(value: int, unit: int) -> int:

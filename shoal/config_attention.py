@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+from typing import Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
@@ -71,3 +72,42 @@ class Latent(Section):
         if self.turned_dim % 2:
             raise ValueError(setting("turned_dim", self.turned_dim, "must be even", f"use {self.turned_dim + 1}"))
         return self
+
+
+class WithAttention(Protocol):
+    """The settings of a model that :func:`check_attention` looks at; see :class:`shoal.config.Model`."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def latent(self) -> Latent | None: ...
+    @property
+    def qk_norm(self) -> bool: ...
+    @property
+    def qk_norm_over(self) -> str: ...
+    @property
+    def rope_theta(self) -> float: ...
+    @property
+    def rope_scaling(self) -> RopeScaling | None: ...
+
+
+def check_attention(model: WithAttention) -> None:
+    """Raise :class:`ValueError` for what does not go together."""
+    scaling, theta = model.rope_scaling, model.rope_theta
+    if scaling is not None and scaling.kind == "yarn" and theta <= 1:
+        raise ValueError(setting("rope_theta", theta, "yarn needs a base above 1", "use 10000"))
+    if model.qk_norm_over != "head" and not model.qk_norm:
+        problem = "there are no norms of queries and keys"
+        raise ValueError(setting("qk_norm_over", model.qk_norm_over, problem, "use qk_norm = true"))
+    if model.latent is None:
+        return
+    heads: dict[str, Any] = {
+        "kv_heads": model.heads,
+        "head_dim": model.latent.plain_dim + model.latent.turned_dim,
+        "qk_norm": False,
+        "positions": "rope",
+    }
+    for name, value in heads.items():
+        if (found := getattr(model, name)) != value:
+            legal = f"leave it out, or use {json.dumps(value)}"
+            raise ValueError(setting(name, found, "not with latent attention", legal))

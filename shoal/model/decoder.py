@@ -28,6 +28,7 @@ from shoal.model.linear import Linear
 from shoal.model.loss import IGNORED, LinearCrossEntropy
 from shoal.model.norms import norm_of
 from shoal.model.roles import Kind, Role, RoleTable
+from shoal.model.routed import Routed
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -112,13 +113,13 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Gated: down(activation(gate(x)) · up(x)) (Shazeer 2020)."""
+    """Gated: down(activation(gate(x)) · up(x)) (Shazeer 2020), with ``width`` columns."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, width: int) -> None:
         super().__init__()
-        self.gate_up = Fused(shape.hidden, (shape.ffn, shape.ffn), bias=shape.ffn_bias)
+        self.gate_up = Fused(shape.hidden, (width, width), bias=shape.ffn_bias)
         self.activation = ACTIVATIONS[shape.activation]
-        self.down = Linear(shape.ffn, shape.hidden, bias=shape.ffn_bias)
+        self.down = Linear(width, shape.hidden, bias=shape.ffn_bias)
 
     def forward(self, x_BTH: Tensor) -> Tensor:
         gate, up = self.gate_up(x_BTH)
@@ -138,21 +139,32 @@ class PlainFeedForward(nn.Module):
         return self.down(self.activation(self.up(x_BTH)))  # type: ignore[no-any-return]
 
 
+def feed_forward_of(shape: Shape, number: int) -> nn.Module:
+    """That of block ``number``: with experts, or without."""
+    if shape.experts and number >= shape.dense_layers:
+        width = shape.shared_experts * shape.expert_width
+        shared = FeedForward(shape, width) if width else None
+        return Routed(shape, f"blocks.{number}", ACTIVATIONS[shape.activation], shared)
+    return FeedForward(shape, shape.ffn) if shape.gated else PlainFeedForward(shape)
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x)), each with dropout before the sum."""
 
-    def __init__(self, shape: Shape, name: str) -> None:
+    def __init__(self, shape: Shape, number: int) -> None:
+        name = f"blocks.{number}"
         super().__init__()
         self.name, self.rate = name, shape.dropout
         self.attn_norm = norm_of(shape, shape.hidden)
         self.attn = LatentAttention(shape, name, CausalAttention()) if shape.latent else Attention(shape, name)
         self.ffn_norm = norm_of(shape, shape.hidden)
-        self.ffn = FeedForward(shape) if shape.gated else PlainFeedForward(shape)
+        self.ffn = feed_forward_of(shape, number)
 
     def forward(self, x_BTH: Tensor, ctx: Context) -> Tensor:
         attended = self.attn(self.attn_norm(x_BTH), ctx)
         x_BTH = x_BTH + ctx.drop(attended, self.rate, f"{self.name}.attn")
-        fed = self.ffn(self.ffn_norm(x_BTH))
+        x = self.ffn_norm(x_BTH)
+        fed = self.ffn(x, ctx) if isinstance(self.ffn, Routed) else self.ffn(x)
         return x_BTH + ctx.drop(fed, self.rate, f"{self.name}.ffn")
 
 
@@ -181,7 +193,7 @@ class Decoder(nn.Module):
         self.shape = shape
         self.roles: RoleTable = decoder_roles(shape)
         self.embed = Embed(shape)
-        self.blocks = nn.ModuleList(Block(shape, f"blocks.{i}") for i in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, i) for i in range(shape.layers))
         self.head = Head(shape)
         if shape.tied:
             self.head.out.weight = self.embed.table.weight
@@ -271,7 +283,23 @@ def decoder_roles(shape: Shape) -> RoleTable:
         "blocks.*.ffn.gate_up": Role("gate_up", parts=(("gate", shape.ffn), ("up", shape.ffn))),
         "blocks.*.ffn.up": Role("gate_up"),
         "blocks.*.ffn.down": Role("down", std=into_residual),
+        **expert_roles(shape, into_residual),
         "head.norm": norm,
         "head.out": Role("head"),
         "head.loss": Role("loss"),
+    }
+
+
+def expert_roles(shape: Shape, into_residual: float) -> RoleTable:
+    """Those of the modules of a layer with experts."""
+    width, shared = shape.expert_width, shape.shared_experts * shape.expert_width
+    stacked = {"experts": shape.experts, "chosen": shape.experts_per_token}
+    return {
+        "blocks.*.ffn.tokens": Role("tokens"),
+        "blocks.*.ffn.router": Role("router"),
+        "blocks.*.ffn.experts": Role("experts"),
+        "blocks.*.ffn.experts.gate_up": Role("expert", parts=(("gate", width), ("up", width)), **stacked),
+        "blocks.*.ffn.experts.down": Role("expert", parts=(("down", shape.hidden),), std=into_residual, **stacked),
+        "blocks.*.ffn.shared.gate_up": Role("gate_up", parts=(("gate", shared), ("up", shared))),
+        "blocks.*.ffn.shared.down": Role("down", std=into_residual),
     }

@@ -13,8 +13,8 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 Kind = Literal[
-    "embed", "position", "norm", "head_norm", "heads_norm", "qkv", "out_proj", "gate_up", "down", "head",
-    "router", "expert", "attention", "loss", "replicated", "latent", "latent_norm", "latent_entry", "expand",
+    "embed", "position", "norm", "head_norm", "heads_norm", "qkv", "out_proj", "gate_up", "down", "head", "router",
+    "tokens", "experts", "expert", "attention", "loss", "replicated", "latent", "latent_norm", "latent_entry", "expand",
 ]  # fmt: skip
 
 
@@ -30,6 +30,9 @@ class Role:
     ``kv_heads`` say how those rows group into attention heads: the granule that may not be cut is one key/value head
     with its share of query heads. ``std`` is the standard deviation of its matrices at initialisation; 0
     starts all of the module at zero, vectors too, which else start at one.
+
+    With ``experts`` a matrix stacks the parts of that many, one expert after another; a token goes through ``chosen``
+    of them.
     """
 
     kind: Kind
@@ -37,6 +40,8 @@ class Role:
     heads: int = 0
     kv_heads: int = 0
     std: float = 0.02
+    experts: int = 0
+    chosen: int = 0
 
 
 REPLICATED = Role("replicated")
@@ -57,6 +62,13 @@ def role_of(table: RoleTable, module: str) -> Role:
 
 
 def logical_parts(role: Role, module: str, parameter: str) -> tuple[tuple[str, int], ...]:
-    """The logical names and rows stacked in a parameter: ``a.qkv`` ``weight`` → ``a.q.weight``, ``a.k.weight``, …"""
+    """The logical names and rows stacked in a parameter: ``a.qkv`` ``weight`` → ``a.q.weight``, ``a.k.weight``, …;
+    of experts ``a.gate_up`` ``weight`` → ``a.0.gate.weight``, ``a.0.up.weight``, ``a.1.gate.weight``, …"""
     parent, _, _ = module.rpartition(".")
+    if role.experts:
+        return tuple(
+            (f"{parent}.{expert}.{part}.{parameter}", rows)
+            for expert in range(role.experts)
+            for part, rows in role.parts
+        )
     return tuple((".".join(filter(None, (parent, part, parameter))), rows) for part, rows in role.parts)

@@ -51,6 +51,7 @@ class PlainTrainer:
     def __init__(self, model: Decoder, config: Optimizer, rate: Callable[[int], float], seed: int) -> None:
         self.model, self.config, self.rate, self.seed = model, config, rate, seed
         self.step_number = 0
+        self.loads: dict[str, Tensor] = {}
         self._weights = dict(_logical(model))
         groups: dict[str, list[dict[str, Any]]] = {}
         for name, weight in self._weights.items():
@@ -91,6 +92,9 @@ class PlainTrainer:
         if self.model.shape.z_loss:
             log_sums = logits.logsumexp(-1)[labels != IGNORED]
             loss = loss + self.model.shape.z_loss * log_sums.square().sum()
+        for charged in ctx.beside.losses.values():
+            loss = loss + charged
+        self.loads = ctx.beside.loads
         return loss, (labels != IGNORED).sum()
 
     def clip(self, names: Iterable[str], norm: float) -> None:
@@ -107,6 +111,10 @@ class PlainTrainer:
             for group in optimizer.param_groups:
                 group["lr"] = self.config.lr * self.rate(self.step_number) * group["share"]
             optimizer.step()
+        for name, block in self.model.named_modules():
+            if (router := getattr(block, "router", None)) is not None and router.balance is not None:
+                load = self.loads[name.removesuffix(".ffn")].double()
+                router.balance += router.rate * (load.mean() - load).sign()
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of all parameters, by name."""
