@@ -67,8 +67,8 @@ def export_hf(
 ) -> Exported:
     """Write the weights of a checkpoint, or of a run's newest, as a new Hugging Face folder ``out``.
 
-    ``dtype`` (a name that torch has) is that of all weights; unset, each stays as it is stored. Files hold at most
-    ``shard_bytes``, or one tensor. Raises, before anything is written, :class:`~shoal.errors.ConfigError` where ``out``
+    ``dtype`` (a name that torch has) is that of all weights but the biases of gates, which stay exact; unset, each stays
+    as it is stored. Files hold at most ``shard_bytes``, or one tensor. Raises, before anything is written, :class:`~shoal.errors.ConfigError` where ``out``
     exists or no family has such a model, and :class:`~shoal.errors.CheckpointError` where the checkpoint is damaged.
     """
     check_absent(out)
@@ -128,7 +128,7 @@ def _write_weights(
 
 def _announced(weights: WholeTensors, stored: Stored, dtype: str | None) -> Tensor:
     kept = weights.dtypes[stored.parts[0][0]]
-    return torch.empty(stored.shape, dtype=DTYPES[dtype] if dtype else kept, device="meta")
+    return torch.empty(stored.shape, dtype=DTYPES[dtype] if dtype and not stored.exact else kept, device="meta")
 
 
 def _read(weights: WholeTensors, stored: Stored) -> Tensor:

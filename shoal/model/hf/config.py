@@ -9,6 +9,8 @@ from pydantic import ValidationError
 
 from shoal.config import Model
 from shoal.errors import ConfigError, setting
+from shoal.model.hf.experts import KEYS as EXPERT_KEYS
+from shoal.model.hf.experts import read_experts, same_experts, written_experts
 from shoal.model.hf.families import FAMILIES, Family, family_of
 from shoal.model.hf.latent import read_latent, written_latent
 from shoal.model.hf.rotary import read_rope, written_rope
@@ -36,7 +38,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "scale_attn_weights": (None, True),
     "scale_attn_by_inverse_layer_idx": (None, False),
 }
-_TRAINING = {"dropout", "z_loss"}
+_TRAINING = {"dropout", "z_loss", "balance_loss", "gate_z_loss", "bias_rate"}
 """Settings of the model section that say how it is trained, of which config.json knows nothing that would do."""
 
 
@@ -70,8 +72,12 @@ def _values(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         values["ffn"] = 4 * values["hidden"]
     if family.name in ("qwen2", "qwen3"):
         values["window"] = _read_window(config)
+    if family.name == "qwen3_moe" and config.get("use_sliding_window"):
+        values["window"] = config.get("sliding_window", 4096)
     if "positions" not in family.fixed:
         values |= read_rope(config, family.defaults.get("rope_theta", 10_000.0))
+    if "experts" in family.keys:
+        values = read_experts(config, family.name, values)
     return values | (read_latent(config) if family.latent else {})
 
 
@@ -83,7 +89,8 @@ def write_config(shape: Model, base: Mapping[str, Any] | None = None, *, positio
     """
     base = base or {}
     for family in sorted(FAMILIES.values(), key=lambda one: one.name != base.get("model_type")):
-        kept = {key: value for key, value in base.items() if key != "rope_parameters"}
+        spelled_otherwise = {"rope_parameters", *family.spelled.values()}
+        kept = {key: value for key, value in base.items() if key not in spelled_otherwise}
         config = {
             "architectures": [family.architecture],
             "model_type": family.name,
@@ -104,7 +111,7 @@ def write_config(shape: Model, base: Mapping[str, Any] | None = None, *, positio
 
 
 def _written(shape: Model, family: Family) -> dict[str, Any]:
-    values = {key: getattr(shape, field) for field, key in family.keys.items()}
+    values = {key: getattr(shape, field) for field, key in family.keys.items() if field not in EXPERT_KEYS}
     activation = _WRITTEN[shape.activation]
     if family.name == "gpt2":
         return values | {"activation_function": "gelu_new" if shape.activation == "gelu-tanh" else activation}
@@ -113,6 +120,10 @@ def _written(shape: Model, family: Family) -> dict[str, Any]:
         values["hidden_activation"] = activation
     if family.name in ("qwen2", "qwen3"):
         values |= _written_window(shape)
+    if family.name == "qwen3_moe":
+        values |= {"use_sliding_window": shape.window is not None, "sliding_window": shape.window}
+    if "experts" in family.keys:
+        values |= written_experts(shape, family.name, family.keys)
     return values | written_rope(shape) | (written_latent(shape) if family.latent else {})
 
 
@@ -121,7 +132,7 @@ def _computes(shape: Model) -> Model:
     update: dict[str, Any] = dict.fromkeys(_TRAINING, 0.0)
     if shape.positions == "rope":
         update["max_positions"] = 1
-    return shape.model_copy(update=update)
+    return shape.model_copy(update=update | same_experts(shape))
 
 
 def _refuse(config: Mapping[str, Any], family: Family) -> None:
@@ -136,8 +147,9 @@ def _refuse(config: Mapping[str, Any], family: Family) -> None:
 
 
 def _value(config: Mapping[str, Any], family: Family, key: str) -> Any:
-    if (value := config.get(key)) is not None:
-        return value
+    for spelling in (key, family.spelled.get(key, key)):
+        if (value := config.get(spelling)) is not None:
+            return value
     if key not in family.defaults:
         raise ConfigError(f"config.json: {key} is missing; a {family.name} model needs it")
     # A key that is null is what the file says, where null means something: no window.

@@ -25,13 +25,15 @@ from shoal.placement import Box, Span
 @dataclass(frozen=True)
 class Stored:
     """One tensor of a Hugging Face folder, of ``shape``: it stacks the logical tensors ``parts`` (name, rows) along
-    their dim 0, and is then ``transposed`` or not. Rows of those in ``pairs`` are in the order that these say."""
+    their dim 0, and is then ``transposed`` or not. Rows of those in ``pairs`` are in the order that these say. Where it
+    is ``exact``, its dtype is not to be changed."""
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[tuple[str, int], ...]
     transposed: bool = False
     pairs: Mapping[str, Pairs] = field(default_factory=dict)
+    exact: bool = False
 
     def order(self, name: str, span: Span) -> Tensor | None:
         """Which of its rows are the rows ``span`` of its part ``name``: int64, counted from the part's first; None
@@ -51,7 +53,8 @@ class Stored:
 
 
 def logical_shapes(shape: Model) -> dict[str, tuple[int, ...]]:
-    """The logical tensors of a decoder and their shapes, in the order of its modules; one that is tied occurs once."""
+    """The logical tensors of a decoder and their shapes, in the order of its modules, and then its buffers; one that is
+    tied occurs once."""
     with torch.device("meta"):
         decoder = Decoder(shape)
     found: dict[str, tuple[int, ...]] = {}
@@ -59,7 +62,7 @@ def logical_shapes(shape: Model) -> dict[str, tuple[int, ...]]:
         module, _, local = name.rpartition(".")
         parts = logical_parts(role_of(decoder.roles, module), module, local) or ((name, parameter.shape[0]),)
         found |= {part: (rows, *parameter.shape[1:]) for part, rows in parts}
-    return found
+    return found | {name: tuple(buffer.shape) for name, buffer in decoder.named_buffers()}
 
 
 def stored_tensors(family: Family, shapes: Mapping[str, tuple[int, ...]], model: Model) -> list[Stored]:
@@ -76,7 +79,8 @@ def _stored(family: Family, name: str, shapes: Mapping[str, tuple[int, ...]], mo
     transposed = len(full) > 1 and name.split(".")[-2] in family.transposed
     found = {part: pairs_of(part.rpartition(".")[0], model) for part in rows} if family.pairs else {}
     pairs = {part: one for part, one in found.items() if one is not None}
-    return Stored(name, full[::-1] if transposed else full, tuple(rows.items()), transposed, pairs)
+    exact = all(_pattern(part)[0] in family.names for part in rows)  # of its own accord, as buffers are
+    return Stored(name, full[::-1] if transposed else full, tuple(rows.items()), transposed, pairs, exact)
 
 
 def with_prefix(family: Family, name: str) -> str:
@@ -84,8 +88,11 @@ def with_prefix(family: Family, name: str) -> str:
     return name if name.startswith((family.prefix, f"{HEAD}.")) else family.prefix + name
 
 
-def is_ignored(family: Family, name: str) -> bool:
-    """Whether nothing needs the tensor."""
+def is_ignored(family: Family, name: str, layers: int) -> bool:
+    """Whether a model of so many ``layers`` does not need the tensor."""
+    _, numbers = _pattern(name)
+    if family.further and numbers and int(numbers[0]) >= layers:
+        return True
     return any(fnmatchcase(name, pattern) for pattern in family.ignored)
 
 

@@ -36,8 +36,9 @@ class Weights:
         self.model: Model = read_model(self.config)
         self.family: Family = family_of(self.config)
         found = tensors_of(folder)
-        if len(found) < self.model.layers:  # and no module is made of a number that a stranger wrote
-            raise self._unfit(folder, f"{len(found)} tensors are not the {self.model.layers} layers of {CONFIG}")
+        for many, what in ((self.model.layers, "layers"), (self.model.experts, "experts")):
+            if len(found) < many:  # and no module is made of a number that a stranger wrote
+                raise self._unfit(folder, f"{len(found)} tensors are not the {many} {what} of {CONFIG}")
         try:
             self.shapes = logical_shapes(self.model)
         except (RuntimeError, TypeError) as error:  # what torch raises for a size that overflows
@@ -86,7 +87,7 @@ class Weights:
                 raise self._unfit(tensor.file, f"{one.name} is {tensor.dtype}, which is not one of {', '.join(DTYPES)}")
         wanted = {one.name for one in stored} | ({f"{HEAD}.weight"} if self.model.tied else set())
         for name, tensor in self._found.items():
-            if name not in wanted and not is_ignored(self.family, name):
+            if name not in wanted and not is_ignored(self.family, name, self.model.layers):
                 raise self._unfit(tensor.file, f"{name} {list(tensor.shape)} has no place in the model of {CONFIG}")
 
     @staticmethod
