@@ -14,7 +14,7 @@ from typing import Literal
 
 Kind = Literal[
     "embed", "position", "norm", "head_norm", "qkv", "out_proj", "gate_up", "down", "head", "router", "tokens",
-    "experts", "expert", "attention", "loss", "replicated", "latent",
+    "experts", "expert", "expert_down", "attention", "loss", "replicated", "latent",
 ]  # fmt: skip
 
 
