@@ -28,7 +28,7 @@ class Beside:
     """int64 scalars: how many of these were not dropped."""
 
     def charge(self, layer: str, weights: Tensor, loss: Tensor, sharers: int) -> Tensor:
-        """``weights``, through which the backward pass comes to ``loss``, a scalar that is alike on ``sharers`` ranks."""
+        """``weights``, through which the backward pass comes to ``loss``, a scalar, alike on ``sharers`` ranks."""
         if self.scale is None:
             self.losses[layer] = loss
             return weights

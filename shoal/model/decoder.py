@@ -283,7 +283,7 @@ def decoder_roles(shape: Shape) -> RoleTable:
         "blocks.*.ffn.gate_up": Role("gate_up", parts=(("gate", shape.ffn), ("up", shape.ffn))),
         "blocks.*.ffn.up": Role("gate_up"),
         "blocks.*.ffn.down": Role("down", std=into_residual),
-        **expert_roles(shape, into_residual),
+        **(expert_roles(shape, into_residual) if shape.experts else {}),
         "head.norm": norm,
         "head.out": Role("head"),
         "head.loss": Role("loss"),
@@ -299,7 +299,7 @@ def expert_roles(shape: Shape, into_residual: float) -> RoleTable:
         "blocks.*.ffn.router": Role("router"),
         "blocks.*.ffn.experts": Role("experts"),
         "blocks.*.ffn.experts.gate_up": Role("expert", parts=(("gate", width), ("up", width)), **stacked),
-        "blocks.*.ffn.experts.down": Role("expert", parts=(("down", shape.hidden),), std=into_residual, **stacked),
+        "blocks.*.ffn.experts.down": Role("expert_down", parts=(("down", shape.hidden),), std=into_residual, **stacked),
         "blocks.*.ffn.shared.gate_up": Role("gate_up", parts=(("gate", shared), ("up", shared))),
         "blocks.*.ffn.shared.down": Role("down", std=into_residual),
     }

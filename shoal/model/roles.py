@@ -14,7 +14,8 @@ from typing import Literal
 
 Kind = Literal[
     "embed", "position", "norm", "head_norm", "heads_norm", "qkv", "out_proj", "gate_up", "down", "head", "router",
-    "tokens", "experts", "expert", "attention", "loss", "replicated", "latent", "latent_norm", "latent_entry", "expand",
+    "tokens", "experts", "expert", "expert_down", "attention", "loss", "replicated", "latent", "latent_norm",
+    "latent_entry", "expand",
 ]  # fmt: skip
 
 
