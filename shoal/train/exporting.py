@@ -67,9 +67,10 @@ def export_hf(
 ) -> Exported:
     """Write the weights of a checkpoint, or of a run's newest, as a new Hugging Face folder ``out``.
 
-    ``dtype`` (a name that torch has) is that of all weights but the biases of gates, which stay exact; unset, each stays
-    as it is stored. Files hold at most ``shard_bytes``, or one tensor. Raises, before anything is written, :class:`~shoal.errors.ConfigError` where ``out``
-    exists or no family has such a model, and :class:`~shoal.errors.CheckpointError` where the checkpoint is damaged.
+    ``dtype`` (a name that torch has) is that of all weights but the biases of gates, which stay exact; unset, each
+    stays as it is stored. Files hold at most ``shard_bytes``, or one tensor. Raises, before anything is written,
+    :class:`~shoal.errors.ConfigError` where ``out`` exists or no family has such a model, and
+    :class:`~shoal.errors.CheckpointError` where the checkpoint is damaged.
     """
     check_absent(out)
     if dtype is not None and dtype not in DTYPES:
