@@ -31,7 +31,9 @@ def read_experts(config: Mapping[str, Any], family: str, values: Mapping[str, An
     if family == "deepseek_v2" and config.get("topk_method", "greedy") == "greedy":
         found |= {"gate_groups": None, "gate_top_groups": None}
     if (found.get("dense_layers") or 0) >= layers:
-        found |= dict.fromkeys((*KEYS, "gate"))
+        return found | dict.fromkeys((*KEYS, "gate"))
+    if found["experts_per_token"] is None:
+        raise ConfigError(f"config.json: num_experts_per_tok is missing; a {family} model needs it")
     return found
 
 

@@ -278,6 +278,7 @@ DEEPSEEK2 = Family(
     {
         **_LATENT_DEFAULTS,
         "n_routed_experts": 64,
+        "num_experts_per_tok": None,
         "moe_intermediate_size": 1407,
         "n_shared_experts": 2,
         "first_k_dense_replace": 0,
