@@ -165,7 +165,7 @@ class Engine:
         self._executor = Executor(self.task, found, handlers, self._lines, self.recorder)
         self._last = homes[last]
         self._flow = self._open_flow() if self.layout.delayed else None
-        self._loads = Loads(layers, mine, self.world.everyone)
+        self._loads = Loads(layers, mine, self.world.everyone, self.world.device)
 
     def _open_flow(self) -> Flow | Behind:
         updating = self._updater, self._guard, self.optimizer, self.rate

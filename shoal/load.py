@@ -24,11 +24,13 @@ from shoal.result import ExpertLoad
 class Loads:
     """Those of the layers with experts among ``layers``, of which this rank runs the ``own``; ``everyone`` counts."""
 
-    def __init__(self, layers: Sequence[tuple[str, nn.Module]], own: Sequence[int], everyone: Group) -> None:
+    def __init__(
+        self, layers: Sequence[tuple[str, nn.Module]], own: Sequence[int], everyone: Group, device: torch.device
+    ) -> None:
         found = [(unit, one) for unit, (_, layer) in enumerate(layers) for one in layer.modules()]
         self._routed = {one.name: one for _, one in found if isinstance(one, Routed)}
         self._own = {one.name for unit, one in found if isinstance(one, Routed) and unit in own}
-        self._everyone = everyone
+        self._everyone, self._device = everyone, device
         self._seen: list[Beside] = []
 
     def watch(self, contexts: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
@@ -66,7 +68,7 @@ class Loads:
     def _of(self, name: str) -> Tensor:
         """What this rank has seen of a layer: tokens for each expert, those not dropped, losses; float64 [E + 2]."""
         router = self._routed[name].router
-        row = torch.zeros(router.out_features + 2, dtype=torch.float64, device=router.weight.device)
+        row = torch.zeros(router.out_features + 2, dtype=torch.float64, device=self._device)
         for one in self._seen:
             if name in one.loads:
                 row[:-2] += one.loads[name]

@@ -51,6 +51,8 @@ class PlainTrainer:
     def __init__(self, model: Decoder, config: Optimizer, rate: Callable[[int], float], seed: int) -> None:
         self.model, self.config, self.rate, self.seed = model, config, rate, seed
         self.step_number = 0
+        self.charged: list[Tensor] = []
+        """What the gates add to the summed loss; it is no part of the loss that is told."""
         self.loads: dict[str, Tensor] = {}
         self._weights = dict(_logical(model))
         groups: dict[str, list[dict[str, Any]]] = {}
@@ -79,7 +81,7 @@ class PlainTrainer:
             parameter.grad = torch.zeros_like(parameter)
         total, count = self.summed_loss(batch)
         loss = total / count.clamp(min=1)
-        loss.backward()
+        (loss + sum(self.charged) / count.clamp(min=1)).backward()
         return loss.item(), {name: _grad(p).clone() for name, p in self.model.named_parameters()}
 
     def summed_loss(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -92,9 +94,7 @@ class PlainTrainer:
         if self.model.shape.z_loss:
             log_sums = logits.logsumexp(-1)[labels != IGNORED]
             loss = loss + self.model.shape.z_loss * log_sums.square().sum()
-        for charged in ctx.beside.losses.values():
-            loss = loss + charged
-        self.loads = ctx.beside.loads
+        self.charged, self.loads = list(ctx.beside.losses.values()), ctx.beside.loads
         return loss, (labels != IGNORED).sum()
 
     def clip(self, names: Iterable[str], norm: float) -> None:
