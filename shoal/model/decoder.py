@@ -7,7 +7,7 @@ modules and settings, chosen when the model is built.
 Linears that read the same input are one fused matrix (q, k, v; gate, up), so each input is fetched once and a layout
 needs one entry collective for it.
 
-Axes in names: B samples, T positions, H hidden, N heads, K key/value heads, D features of a query, E of a value.
+Axes in names: B samples, T positions, H hidden, N heads, K key/value heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -70,15 +70,14 @@ class Embed(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Softmax attention over the positions up to one's own, or those that the context's mask allows: scores q·k/√D,
-    with values of E features, which may be fewer or more. Returns [B, N, T, E]."""
+    """Softmax attention over the positions up to one's own, or those that the context's mask allows."""
 
-    def forward(self, q_BNTD: Tensor, k_BKTD: Tensor, v_BKTE: Tensor, ctx: Context) -> Tensor:
+    def forward(self, q_BNTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, ctx: Context) -> Tensor:
         shared = q_BNTD.shape[1] != k_BKTD.shape[1]
         # One new position after a cache sees everything; otherwise queries and keys are the same positions.
         causal = ctx.mask is None and q_BNTD.shape[2] > 1
         return F.scaled_dot_product_attention(
-            q_BNTD, k_BKTD, v_BKTE, attn_mask=ctx.mask, is_causal=causal, enable_gqa=shared
+            q_BNTD, k_BKTD, v_BKTD, attn_mask=ctx.mask, is_causal=causal, enable_gqa=shared
         )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.config import Model as Shape
@@ -38,7 +39,11 @@ class LatentAttention(nn.Module):
         self.window, self.name = shape.window, name
         self.widths = (one.query_rank or 0, one.rank, one.turned_dim)
         self.query_parts, self.key_parts = (one.plain_dim, one.turned_dim), (one.plain_dim, one.value_dim)
-        self.scale = growth(shape.rope_scaling, shape.rope_scaling.mscale_all_dim if shape.rope_scaling else 0.0) ** 2
+        # The kernels of attention take queries, keys and values of one width.
+        self.core_width = max(shape.head_dim, one.value_dim)
+        self.scale = (self.core_width / shape.head_dim) ** 0.5
+        if shape.rope_scaling is not None:
+            self.scale *= growth(shape.rope_scaling, shape.rope_scaling.mscale_all_dim) ** 2
         self.down = Linear(shape.hidden, sum(self.widths), bias=shape.qkv_bias)
         self.q_latent_norm = nn.RMSNorm(one.query_rank, EPS) if one.query_rank is not None else None
         self.q_up = Linear(one.query_rank, queries, bias=False) if one.query_rank is not None else None
@@ -61,13 +66,18 @@ class LatentAttention(nn.Module):
         kv = self.kv_up(kv_latent).unflatten(-1, (-1, sum(self.key_parts)))
         (q_BTNP, q_BTNR), (k_BTNP, v_BTNE) = q.split(self.query_parts, -1), kv.split(self.key_parts, -1)
         k_BTNR = ctx.turn(k_BTR[:, :, None]).expand(-1, -1, k_BTNP.shape[2], -1)
-        q = torch.cat((q_BTNP, ctx.turn(q_BTNR)), dim=-1).transpose(1, 2)
-        k, v = torch.cat((k_BTNP, k_BTNR), dim=-1).transpose(1, 2), v_BTNE.transpose(1, 2)
+        q, k, v = self._padded(q_BTNP, ctx.turn(q_BTNR)), self._padded(k_BTNP, k_BTNR), self._padded(v_BTNE)
         if self.scale != 1.0:
             q = q * self.scale
         if ctx.cache is not None:
             k, v = ctx.cache.extend(self.name, k, v, self.window)
-        return self.out(self.core(q, k, v, ctx).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        y_BTNE = self.core(q, k, v, ctx).transpose(1, 2)[..., : v_BTNE.shape[-1]]
+        return self.out(y_BTNE.flatten(2))  # type: ignore[no-any-return]
+
+    def _padded(self, *parts_BTN: Tensor) -> Tensor:
+        """The features of ``parts`` side by side, and zeros, as the core has them: [B, N, T, width]."""
+        whole = torch.cat(parts_BTN, dim=-1)
+        return F.pad(whole, (0, self.core_width - whole.shape[-1])).transpose(1, 2)
 
     def _queries(self, x_BTH: Tensor, q_latent: Tensor) -> Tensor:
         if self.q_up is not None:

@@ -33,9 +33,9 @@ def rope_tables(
     return (angles.cos() * size).to(dtype), (angles.sin() * size).to(dtype)
 
 
-def growth(scaling: RopeScaling | None, weight: float) -> float:
-    """How much YaRN makes queries or keys larger: 1 + 0.1·weight·ln(factor); without it, 1."""
-    return 1.0 + 0.1 * weight * log(scaling.factor) if scaling is not None and scaling.kind == "yarn" else 1.0
+def growth(scaling: RopeScaling, weight: float) -> float:
+    """How much YaRN makes queries or keys larger: 1 + 0.1·weight·ln(factor). Other kinds do not."""
+    return 1.0 + 0.1 * weight * log(scaling.factor) if scaling.kind == "yarn" else 1.0
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScaling, head_dim: int, theta: float) -> Tensor:
