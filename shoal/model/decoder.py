@@ -12,8 +12,6 @@ Axes in names: B samples, T positions, H hidden, N heads, K key/value heads, D h
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from itertools import chain
 
 import torch
@@ -21,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.config import Model as Shape
+from shoal.model.activations import ACTIVATIONS
 from shoal.model.context import Batch, Cache, Context
 from shoal.model.dropout import Noise
 from shoal.model.linear import Linear
@@ -28,12 +27,6 @@ from shoal.model.loss import IGNORED, LinearCrossEntropy
 from shoal.model.norms import norm_of
 from shoal.model.roles import Role, RoleTable
 from shoal.model.routed import Routed
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu-tanh": partial(F.gelu, approximate="tanh"),
-}
 
 
 class Fused(Linear):
