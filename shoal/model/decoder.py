@@ -12,8 +12,7 @@ Axes in names: B samples, T positions, H hidden, N heads, K key/value heads, D h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from itertools import chain
 
 import torch
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.config import Model as Shape
+from shoal.model.activations import ACTIVATIONS
 from shoal.model.context import Batch, Cache, Context
 from shoal.model.dropout import Noise
 from shoal.model.latent import LatentAttention, latent_roles
@@ -29,12 +29,6 @@ from shoal.model.loss import IGNORED, LinearCrossEntropy
 from shoal.model.norms import norm_of
 from shoal.model.roles import Kind, Role, RoleTable
 from shoal.model.routed import Routed
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu-tanh": partial(F.gelu, approximate="tanh"),
-}
 
 
 class Fused(Linear):

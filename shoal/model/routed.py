@@ -20,9 +20,10 @@ from torch.autograd.function import once_differentiable
 
 from shoal.config import Model as Shape
 from shoal.model import gates
+from shoal.model.activations import Activation
 from shoal.model.context import Context
 from shoal.model.gates import Gate
-from shoal.model.grouped import Activation, expert_outputs
+from shoal.model.grouped import expert_outputs
 from shoal.model.linear import Linear
 
 

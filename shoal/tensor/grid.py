@@ -4,7 +4,8 @@ Every kind divides the same things, over axes of its own. A block's *first* line
 the output matrix, and with it the embedding) have *columns*: heads, columns of the feed-forward, rows of the
 vocabulary. Its *second* ones (out, down) read those columns and write to the residual *stream*. Of the stream samples,
 positions and hidden features may each be divided; and of every weight the in-features, over ranks that have different
-rows of the activations. :class:`Axes` says over which mesh axes, a subclass by which ports linears put blocks together.
+rows of the activations. *Latents* have neither columns nor a place in the stream: what makes them has all their rows on
+every rank, and they enter whole into linears that have columns. :class:`Axes` says over which mesh axes, a subclass by which ports linears put blocks together.
 """
 
 from __future__ import annotations
