@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from shoal.data_parallel.stowage import Away, Portion
 from shoal.data_parallel.sync import Sync
 from shoal.data_parallel.zero import Zero, ZeroThree
 from shoal.errors import LayoutError, setting
+from shoal.expert.interpreter import WithExperts
+from shoal.expert.spread import Spread
+from shoal.expert.tokens import Stream
 from shoal.layout import Layout, kinds
 from shoal.local import Interpreter, LocalParameter
 from shoal.memory.activations import Offload, Run, chosen
@@ -41,6 +45,7 @@ from shoal.pipeline.schedules.forward_only import forward_only
 from shoal.pipeline.schedules.list_schedule import list_schedule
 from shoal.pipeline.simulate import Costs, even
 from shoal.pipeline.stages import cut
+from shoal.tensor.grid import OnGrid
 from shoal.tensor.one_d import OneD
 from shoal.tensor.three_d import ThreeD
 from shoal.tensor.two_and_half_d import TwoAndHalfD
@@ -61,9 +66,9 @@ def costs_of(layers: Sequence[tuple[str, nn.Module]], roles: RoleTable) -> list[
     """What stages are balanced by: how many elements a layer computes with. A table is only looked up."""
     return [
         sum(
-            parameter.numel()
+            parameter.numel() * role.chosen // role.experts if role.experts else parameter.numel()
             for owner, module in layer.named_modules()
-            if role_of(roles, f"{name}.{owner}".rstrip(".")).kind not in ("embed", "position")
+            if (role := role_of(roles, f"{name}.{owner}".rstrip("."))).kind not in ("embed", "position")
             for parameter in module.parameters(recurse=False)
         )
         for name, layer in layers
@@ -145,7 +150,20 @@ def _check_buffers(layout: Layout, layers: Sequence[tuple[str, nn.Module]], stag
 
 
 def interpreter_of(layout: Layout, roles: RoleTable) -> Interpreter:
-    """``tp``: who answers for each role."""
+    """``tp``, ``ep`` and ``etp``: who answers for each role."""
+    tensor, experts = _tensor_interpreter(layout, roles), max((role.experts for role in roles.values()), default=0)
+    if not experts:
+        return tensor
+    axes = tuple((name, size) for name, size in layout.axes if name != "pp")
+    stream = Stream(context=("cp",))
+    if isinstance(tensor, OnGrid):
+        divided, (repeated,) = tensor.axes, tensor.axes.repeated or (None,)
+        multiple = prod(tensor.sizes[name] for name in divided.attended if name not in divided.samples)
+        stream = Stream(divided.samples, multiple, divided.positions, divided.hidden, repeated, ("cp",))
+    return WithExperts(tensor, Spread(axes, experts, layout.ep, layout.etp), stream)
+
+
+def _tensor_interpreter(layout: Layout, roles: RoleTable) -> Interpreter:
     if layout.tp == 1:
         return Whole()
     if not roles:

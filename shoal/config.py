@@ -9,49 +9,20 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from shoal.config_attention import Latent as Latent
+from shoal.config_attention import RopeScaling as RopeScaling
+from shoal.config_attention import check_attention
+from shoal.config_experts import Gating, check_experts
 from shoal.config_faults import explain
+from shoal.config_section import Count, Fraction, Interval
+from shoal.config_section import Section as Section
 from shoal.errors import ConfigError, setting
 from shoal.layout import Layout
-
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Count = Annotated[int, Field(ge=1, strict=True)]
-Interval = Annotated[int, Field(ge=0, strict=True)]
-
-
-class Section(BaseModel):
-    """Frozen, strict about keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
-
-
-class RopeScaling(Section):
-    """How rotary angles are stretched beyond the length they were trained for."""
-
-    kind: Literal["linear", "llama3"]
-    factor: float = Field(gt=1)
-    low_freq_factor: float = Field(1.0, gt=0, description="llama3")
-    high_freq_factor: float = Field(4.0, gt=0, description="llama3")
-    original_positions: Count = Field(8192, description="llama3: the length before stretching")
-
-    @model_validator(mode="after")
-    def _suits_its_kind(self) -> RopeScaling:
-        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
-            problem = f"must be more than low_freq_factor ({self.low_freq_factor})"
-            raise ValueError(
-                setting("high_freq_factor", self.high_freq_factor, problem, f"use {4 * self.low_freq_factor}")
-            )
-        for name in ("low_freq_factor", "high_freq_factor", "original_positions"):
-            if self.kind == "linear" and getattr(self, name) != (unset := type(self).model_fields[name].default):
-                problem = "linear scaling stretches all angles alike"
-                raise ValueError(
-                    setting(name, getattr(self, name), problem, f'leave it {unset}, or use kind = "llama3"')
-                )
-        return self
 
 
 class Model(Section):
@@ -63,9 +34,9 @@ class Model(Section):
     kv_heads: Count = Field(
         default_factory=lambda known: known.get("heads", 1), description="key/value heads; unset: as many as heads"
     )
+    latent: Latent | None = Field(None, description="latent attention (DeepSeek); unset: grouped-query attention")
     head_dim: Count = Field(
-        default_factory=lambda known: known.get("hidden", 2) // known.get("heads", 1),
-        description="size of a head; unset: hidden / heads",
+        default_factory=lambda known: _head_dim(known), description="size of a head; unset: hidden / heads"
     )
     ffn: Count
     vocab: Count
@@ -75,7 +46,10 @@ class Model(Section):
         "rms", description="rms-plus-one scales by 1 + weight (Gemma); layer has mean and bias (GPT-2)"
     )
     norm_eps: float = Field(1e-5, gt=0)
-    qk_norm: bool = Field(False, description="norms of each query and key head (Qwen 3)")
+    qk_norm: bool = Field(False, description="norms of queries and keys")
+    qk_norm_over: Literal["head", "all"] = Field(
+        "head", description="qk_norm: of each head by itself (Qwen 3), or of all heads together (OLMoE)"
+    )
     positions: Literal["rope", "learned"] = "rope"
     max_positions: Count = Field(1024, description="learned: rows of the table")
     rope_theta: float = Field(10_000.0, gt=0)
@@ -88,17 +62,39 @@ class Model(Section):
     ffn_bias: bool = False
     scaled_embedding: bool = Field(False, description="the embedding is multiplied by √hidden (Gemma)")
     z_loss: float = Field(0.0, ge=0, description="weight of log²Σexp(logits) in the loss while training")
+    experts: Interval = Field(0, description="feed-forwards of a layer among which a gate chooses; 0: one, for all")
+    experts_per_token: Count = Field(2, description="how many of them a token takes")
+    expert_ffn: Count | None = Field(None, description="columns of an expert; unset: ffn")
+    shared_experts: Interval = Field(0, description="experts, side by side, that every token takes besides")
+    dense_layers: Interval = Field(0, description="first layers without experts (DeepSeek)")
+    gate: Gating = Field(
+        "softmax",
+        description="softmax over all experts, then the largest (Qwen 3); topk-softmax over the largest (Mixtral); "
+        "sigmoid with a bias that balances (DeepSeek-V3); sinkhorn; expert-choice: experts choose tokens",
+    )
+    gate_renormalise: bool = Field(False, description="softmax, sigmoid: the weights of a token's experts sum to 1")
+    gate_scale: float = Field(1.0, gt=0, description="what these weights are multiplied by")
+    gate_groups: Count = Field(1, description="groups of experts side by side")
+    gate_top_groups: Count = Field(1, description="groups from which a token's experts come")
+    bias_rate: float = Field(1e-3, ge=0, description="sigmoid: step of the bias, towards balance")
+    capacity: float | None = Field(
+        None,
+        gt=0,
+        description="tokens of a sequence an expert takes, over an even share; later ones it drops; unset: all",
+    )
+    balance_loss: float = Field(0.0, ge=0, description="weight of the loss of uneven load, of each sequence")
+    gate_z_loss: float = Field(0.0, ge=0, description="weight of log²Σexp(scores) of the gate")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Model:
         # Rotary angles turn pairs.
         unit, size = (2, "an even head size") if self.positions == "rope" else (1, "a head size")
-        if "head_dim" not in self.model_fields_set and self.hidden % (unit * self.heads):
+        if self.latent is None and "head_dim" not in self.model_fields_set and self.hidden % (unit * self.heads):
             raise ValueError(
                 setting("hidden", self.hidden, f"must be heads ({self.heads}) times {size}",
                         f"use {self._near(self.hidden, unit * self.heads)}")
             )  # fmt: skip
-        if self.head_dim % unit:
+        if self.latent is None and self.head_dim % unit:
             raise ValueError(setting("head_dim", self.head_dim, "must be even", f"use {self.head_dim + 1}"))
         if self.heads % self.kv_heads:
             raise ValueError(
@@ -117,14 +113,35 @@ class Model(Section):
                     raise ValueError(setting(name, shown, "learned positions have no rotary angles", legal))
         return self
 
+    @model_validator(mode="after")
+    def _attention_goes_together(self) -> Model:
+        check_attention(self)
+        return self
+
+    @model_validator(mode="after")
+    def _experts_go_together(self) -> Model:
+        check_experts(self)
+        return self
+
     @property
-    def experts(self) -> int:
-        """A dense model has none."""
-        return 0
+    def turned_dim(self) -> int:
+        """The features of a query or key head that turn with the position."""
+        return self.head_dim if self.latent is None else self.latent.turned_dim
+
+    @property
+    def expert_width(self) -> int:
+        """Columns of one expert."""
+        return self.expert_ffn or self.ffn
 
     @staticmethod
     def _near(value: int, unit: int) -> int:
         return max(unit, round(value / unit) * unit)
+
+
+def _head_dim(known: Mapping[str, Any]) -> int:
+    if (latent := known.get("latent")) is not None:
+        return int(latent.plain_dim + latent.turned_dim)
+    return int(known.get("hidden", 2) // known.get("heads", 1))
 
 
 class DataSource(Section):

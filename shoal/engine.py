@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,11 @@ from shoal.comm.collectives import all_reduce, broadcast, start_all_reduce
 from shoal.comm.world import World
 from shoal.config import Optimizer
 from shoal.data_parallel.buffers import average, copy_from_first, put_back
-from shoal.data_parallel.server import Server
 from shoal.errors import ConfigError, Diverged
 from shoal.feed import check_same, check_same_plan, loss_scale, micro_batches, weights_of
 from shoal.flow import Flow, updates_by_layer, updates_of
 from shoal.layout import Layout
+from shoal.load import Loads
 from shoal.local import adapt, allot, buffer_fragments, drop, lay_out, persistent_buffers
 from shoal.mesh import Mesh
 from shoal.model.context import Batch, Cache
@@ -45,11 +44,10 @@ from shoal.optim.clip import clip_factor
 from shoal.optim.guard import Guard
 from shoal.optim.optimizers import Updater
 from shoal.optim.treatment import Treatments
-from shoal.pipeline.executor import Executor, Handlers, Running, Stage
+from shoal.overlap import open_flow
+from shoal.pipeline.executor import Executor, Handlers, Stage
 from shoal.pipeline.lines import Lines
-from shoal.pipeline.stream import Stream
 from shoal.pipeline.trace import Recorder
-from shoal.pipeline.weights import Place, Weights
 from shoal.placement import Fragment
 from shoal.result import StepResult
 
@@ -169,25 +167,13 @@ class Engine:
         self._executor = Executor(self.task, found, handlers, self._lines, self.recorder)
         self._last = homes[last]
         self._flow = self._open_flow() if self.layout.delayed else None
+        self._loads = Loads(layers, mine, self.world.everyone, self.world.device)
 
     def _open_flow(self) -> Flow | Behind:
-        """What steps are made of whose gradients meet newer weights: by an asynchronous schedule, or by servers."""
-        layout, mesh, device = self.layout, self.mesh, self.world.device
-        if isinstance(sync := self._sync, Server):
-            run = partial(self._executor.run, self._programs.train)
-            common = self._updater, self._guard, self.optimizer, self.rate
-            return Behind(run, sync, *common, layout, mesh, self._interpreter.loss_axes)
-        stream = Stream(layout.schedule, layout.pp, mesh.coords["pp"], layout.mb)
-        memories = [(memory, [Place(*each) for each in places]) for memory, places in self._sync.buckets()]
-        weights = Weights(self.task.module, memories, oldest=stream.oldest)
-        stage = mesh.over("dp", "cp", *layout.tensor_names)
-
-        def begin(scale: Callable[[int], Tensor]) -> Running:
-            return self._executor.begin(stream.ways, device, scale, weights=weights)
-
-        return Flow(
-            stream, begin, self._sync, weights, self._updater, self._guard, self.optimizer, self.rate,
-            stage=stage, replicas=self._replicas, losses=self._losses,
+        updating = self._updater, self._guard, self.optimizer, self.rate
+        return open_flow(
+            self.layout, self.mesh, self.task.module, self._executor, self._programs.train, self._sync, updating,
+            replicas=self._replicas, losses=self._losses, loss_axes=self._interpreter.loss_axes,
         )  # fmt: skip
 
     def step(self, batch: Batch) -> StepResult | None:
@@ -215,7 +201,7 @@ class Engine:
             agreed.wait()
             return loss_scale(denominator, self._guard.scale)
 
-        contexts = self._contexts(seed=self.seed, step=self.steps_done, train=True)
+        contexts = self._loads.watch(self._contexts(seed=self.seed, step=self.steps_done, train=True))
         buffers = [buffer.clone() for buffer in self._buffers]
         try:
             with torch.enable_grad():
@@ -232,9 +218,11 @@ class Engine:
         average(self._buffers, self._replicas)
         if not self.overlap:
             self._sync.settle()
+        loads = self._loads.end(weight.item(), updated=self._updated)
         self.steps_done += 1
         mean = loss.item() / counted if (counted := weight.item()) else 0.0
-        result = StepResult(self.steps_done, mean, self._grad_norm, self._lr, counted, skipped=not self._updated)
+        skipped = not self._updated
+        result = StepResult(self.steps_done, mean, self._grad_norm, self._lr, counted, skipped, experts=loads)
         self._finished = [result]
         return result
 

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import prod
+from math import gcd, prod
 
 from torch import Tensor
 
@@ -208,9 +208,12 @@ def _expand(
 def divide(who: Holders, grid: Grid, rank: int, size: int) -> Division:
     """Divide what ``who`` hold over groups of ``size`` ranks (fewer, where fewer hold it) that move in lockstep.
 
-    Never over ranks of different stages: one would wait for a gather while the other waits for its activations.
+    Never over ranks of different stages: one would wait for a gather while the other waits for its activations. Where
+    fewer ranks hold it than hold other things, as is so of experts, groups are of a size that divides them.
     """
     lines = _lines(who, grid)
+    if (most := len(lines[0])) > size:
+        size = gcd(size, most)
     part = {copy: place % size for line in lines for place, copy in enumerate(line)}
     mine = next(line for line in lines if rank in line)
     assert len(mine) <= size or len(mine) % size == 0, f"{len(mine)} ranks in groups of {size}"

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """What the gates of a step came to: of each layer with experts the ``tokens`` that each expert was given, the share
+    of them all that was ``dropped``, and the gates' own ``loss``, on average over the positions that count."""
+
+    tokens: Mapping[str, tuple[int, ...]]
+    dropped: float
+    loss: float
+
+    @property
+    def largest(self) -> float:
+        """The load of the most loaded expert of any layer over the mean of its layer."""
+        return max(max(one) * len(one) / max(sum(one), 1) for one in self.tokens.values())
 
 
 @dataclass(frozen=True)
@@ -16,7 +32,7 @@ class StepResult:
     ``micro_batches``, counted from 0 in the step; and ``lr`` is 0 only where this rank's stage has skipped all of them.
 
     ``age`` is how many of the steps before it had not been applied to the weights that its gradients were made with,
-    under servers that are that far behind.
+    under servers that are that far behind. ``experts`` is there for a model that has some, where steps do not overlap.
     """
 
     step: int
@@ -27,3 +43,4 @@ class StepResult:
     skipped: bool = False
     micro_batches: tuple[int, ...] = ()
     age: int = 0
+    experts: ExpertLoad | None = None

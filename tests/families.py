@@ -12,11 +12,16 @@ from shoal.model.decoder import Decoder
 
 SIZES = {"layers": 3, "hidden": 24, "heads": 4, "kv_heads": 2, "ffn": 27, "vocab": 61, "rope_theta": 100.0}
 
+EXPERTS = {"experts": 8, "experts_per_token": 3, "expert_ffn": 10, "dense_layers": 1}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": {"kv_heads": 4, "rope_scaling": {"kind": "linear", "factor": 4.0}},
     "llama3": {"rope_scaling": {"kind": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "original_positions": 40}},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True, "head_dim": 10},
+    "mixtral": {"experts": 4, "gate": "topk-softmax", "window": 5},
+    "qwen3moe": {"qk_norm": True, "head_dim": 10, "experts": 6, "experts_per_token": 3, "expert_ffn": 11},
+    "olmoe": {"qk_norm": True, "qk_norm_over": "all", "experts": 4},
     "mistral": {"window": 5},
     "gemma": {
         "norm": "rms-plus-one",
@@ -24,6 +29,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "activation": "gelu-tanh",
         "head_dim": 16,
         "kv_heads": 1,
+    },
+    "latent": {
+        "kv_heads": 4,
+        "latent": {"rank": 7, "query_rank": 9, "plain_dim": 3, "turned_dim": 4, "value_dim": 6},
+        "qkv_bias": True,
+        "out_bias": True,
+    },
+    "deepseek2": {
+        "kv_heads": 4,
+        "latent": {"rank": 7, "plain_dim": 5, "turned_dim": 6, "value_dim": 3},
+        "rope_scaling": {"kind": "yarn", "factor": 8.0, "original_positions": 40, "mscale": 0.9, "mscale_all_dim": 0.6},
+        **EXPERTS,
+        "shared_experts": 2,
+        "gate_scale": 3.0,
+    },
+    "deepseek3": {
+        "kv_heads": 4,
+        "latent": {"rank": 7, "query_rank": 9, "plain_dim": 3, "turned_dim": 4, "value_dim": 6},
+        **EXPERTS,
+        "shared_experts": 1,
+        "gate": "sigmoid",
+        "gate_renormalise": True,
+        "gate_scale": 2.5,
+        "gate_groups": 4,
+        "gate_top_groups": 2,
     },
     "gpt2": {
         "norm": "layer",

@@ -20,6 +20,26 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
+LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 11,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 7,
+}
+QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "head_dim": 8}
+DEEPSEEK_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
+DENSE = {"first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
+"""Of a family whose later layers have experts, where all are of the first."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +58,7 @@ class Tiny:
                 "hidden_size": 24,
                 "num_attention_heads": 4,
                 "num_key_value_heads": 2,
-                "intermediate_size": 50,
+                "intermediate_size": 52,  # of float32, a multiple of 16 bytes, which their grouped products need
                 "max_position_embeddings": 64,
             }
         # Not near zero: what is left out must show.
@@ -56,6 +76,29 @@ TINY = {
     "qwen2-window": Tiny("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
     "qwen3": Tiny("qwen3", {"head_dim": 8}),
     "gemma": Tiny("gemma", {"head_dim": 8, "rms_norm_eps": 1e-5}),
+    "qwen3-yarn": Tiny("qwen3", {"head_dim": 8, "rope_scaling": YARN}),
+    "mixtral": Tiny("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
+    "qwen3-moe": Tiny("qwen3_moe", QWEN_EXPERTS | {"norm_topk_prob": True}),
+    "qwen3-moe-mixed": Tiny("qwen3_moe", QWEN_EXPERTS | {"mlp_only_layers": [0], "tie_word_embeddings": True}),
+    "olmoe": Tiny("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe-normed": Tiny("olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "deepseek2": Tiny("deepseek_v2", LATENTS | DEEPSEEK_EXPERTS | {"q_lora_rank": None, "n_shared_experts": 2}),
+    "deepseek2-groups": Tiny(
+        "deepseek_v2",
+        LATENTS | DEEPSEEK_EXPERTS | GROUPS | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 3.0},
+    ),
+    "deepseek3": Tiny(
+        "deepseek_v3",
+        LATENTS | DEEPSEEK_EXPERTS | GROUPS | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "deepseek3-plain": Tiny(
+        "deepseek_v3", LATENTS | DEEPSEEK_EXPERTS | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}
+    ),
+    "deepseek2-dense": Tiny(
+        "deepseek_v2",
+        LATENTS | DENSE | {"q_lora_rank": None, "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}},
+    ),
+    "deepseek3-dense": Tiny("deepseek_v3", LATENTS | DENSE | {"attention_bias": True}),
     "gpt2": Tiny("gpt2"),
     "gpt2-untied": Tiny("gpt2", {"tie_word_embeddings": False, "n_inner": None}),
 }
@@ -73,6 +116,9 @@ def save_tiny(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, **
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer), alpha=0.2)
     model = model.to(dtype).eval()
     model.save_pretrained(folder, **options)
     byte_tokenizer().save(str(folder / "tokenizer.json"))

@@ -22,10 +22,22 @@ import pytest
 # each other without cycles ("acyclic") or not at all ("apart").
 TIERS = (
     ("apart", {"errors"}),
-    ("acyclic", {"layout", "config", "config_faults", "purposes", "sizes"}),
+    (
+        "acyclic",
+        {
+            "layout",
+            "config",
+            "config_attention",
+            "config_experts",
+            "config_faults",
+            "config_section",
+            "purposes",
+            "sizes",
+        },
+    ),
     ("acyclic", {"model", "optim", "data", "placement", "local", "mesh", "comm", "meter"}),
     ("apart", {"pipeline", "data_parallel", "tensor", "context", "expert", "memory", "checkpoint"}),
-    ("acyclic", {"build", "feed", "flow", "behind", "result"}),
+    ("acyclic", {"build", "feed", "flow", "behind", "load", "overlap", "result"}),
     ("apart", {"engine"}),
     ("apart", {"train"}),
     ("apart", {"cli"}),

@@ -121,7 +121,7 @@ def test_what_is_left_out_has_its_default_and_key_value_heads_are_all_heads() ->
         ({"model": {"kv_heads": "x"}}, "model.kv_heads = x: input should be a valid integer; leave it out"),
         (
             {"model": {"rope_scaling": {"kind": "x", "factor": 2}}},
-            "model.rope_scaling.kind = x: input should be 'linear' or 'llama3'; use lin",
+            "model.rope_scaling.kind = x: input should be 'linear', 'llama3' or 'yarn'; use lin",
         ),
         (
             {"data": {"sources": [{"path": 3}]}},

@@ -212,6 +212,29 @@ def test_sequence_parallelism_moves_at_most_2_activations_a_block_more(ranks: in
     assert found == [exactly(expected)] * ranks
 
 
+QUERY, LATENT, TURNED = 24, 16, 4
+LATENTS = f"model.latent={{rank={LATENT}, query_rank={QUERY}, plain_dim=6, turned_dim={TURNED}, value_dim=8}}"
+WIDTH = QUERY + LATENT + TURNED
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["1d", "1d-sp"])
+def test_latents_enter_for_all_heads_in_place_of_the_stream(kind: str, ranks: int, pool: Pool) -> None:
+    """Of the input of attention, h wide, nothing moves. 1-D sums the gradients of latents; with sequence parallelism
+    they are gathered and not again, where an input of h would be, and their gradients divided. What makes them is on
+    all ranks, each with positions of its own, and its gradients are summed as those of norms are."""
+    config, sequence = read("tiny", "model.kv_heads=8", LATENTS), kind == "1d-sp"
+    ways = 3 if sequence else 2
+    instead = LAYERS * POSITIONS * ring(ranks) * (2 * WIDTH - ways * HIDDEN)
+    alike = NORMS[0] + LAYERS * (NORMS[1] + HIDDEN * WIDTH + QUERY + LATENT)
+    expected = {
+        "tp/tensor": tensor_words(ranks, POSITIONS, sequence=sequence) + instead,
+        "tp/gradients": 2 * ring(ranks) * alike if sequence else 0.0,
+        "world/norm": 2 * ring(ranks),
+    }
+    assert received(pool, config, f"tp={ranks}:{kind}") == [exactly(expected)] * ranks
+
+
 @pytest.mark.parametrize("line", ["pp=2:gpipe,mb=4", "pp=4:1f1b,mb=6", "pp=3:1f1b{layers=2/1/1},mb=2"])
 def test_a_pipeline_moves_one_boundary_tensor_a_micro_batch_each_way(line: str, pool: Pool) -> None:
     """And a header of eleven words with the first activation, never again."""

@@ -43,6 +43,8 @@ BUILT: dict[str, tuple[str, ...]] = {
         "pipedream-vertical",
         "2bw",
     ),
+    "ep": ("",),
+    "etp": ("",),
     "recompute": ("selective", "full"),
     "offload": (
         "optimizer:cpu",

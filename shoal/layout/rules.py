@@ -301,6 +301,12 @@ def _check_experts(layout: Layout, model: ModelShape) -> None:
     for key in ("ep", "etp"):
         if getattr(layout, key) > 1 and model.experts == 0:
             raise refusal(layout, key, "the model has no experts", f"use {key}=1")
+    inside = layout.cp * layout.tp
+    if layout.sync == "server" and inside % (layout.ep * layout.etp):
+        sizes = nearest_numbers(layout.ep, lambda n: inside % (n * layout.etp) == 0, most=inside)
+        key, legal = ("ep", _use("ep", sizes)) if sizes else ("etp", "use etp=1")
+        problem = f"servers have all experts, and ep·etp = {layout.ep * layout.etp} ranks are not within a replica"
+        raise refusal(layout, key, problem, legal)
     if model.experts % layout.ep:
         ranks = layout.dp * layout.cp * layout.tp
         sizes = nearest_numbers(

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from shoal.config import Model as Shape
 from shoal.errors import ConfigError, setting
+from shoal.model.beside import Beside
 from shoal.model.dropout import Noise
+from shoal.model.loss import IGNORED
 from shoal.model.rope import Rope, rope_tables, rotate
 
 Batch = Mapping[str, Tensor]
@@ -21,7 +23,7 @@ Batch = Mapping[str, Tensor]
 
 @dataclass
 class Cache:
-    """Keys and values [samples, kv_heads, positions, head_dim] that attention has seen, by the name of its block;
+    """Keys and values [samples, kv_heads, positions, features] that attention has seen, by the name of its block;
     ``length`` positions in all, once a batch has run."""
 
     kept: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -63,6 +65,11 @@ class Context:
     """How many there are, likewise."""
     newest: int | None = None
     """Of which of the positions here the logits are wanted; None for those of all."""
+    places: Tensor | None = None
+    """int64 [positions here]: which positions of the whole samples these are; None for all of them in order."""
+    counted: Tensor | None = None
+    """int64 [samples]: by how many of its positions each of all samples counts in the loss."""
+    beside: Beside = field(default_factory=Beside)
 
     @classmethod
     def of(
@@ -78,23 +85,24 @@ class Context:
         """What a decoder of ``shape`` and ``dtype`` may know of a batch. Raises :class:`ConfigError` where that has
         more positions, with what the ``cache`` has seen, than the model has learned."""
         positions, length = batch["positions"], batch["tokens"].shape[1]
-        learned = shape.positions == "learned"
+        learned, labels = shape.positions == "learned", batch.get("labels")
         if learned:
             check_room(shape, length if cache is None else cache.length)
         return cls(
-            None if learned else rope_tables(positions, shape.head_dim, shape.rope_theta, dtype, shape.rope_scaling),
+            None if learned else rope_tables(positions, shape.turned_dim, shape.rope_theta, dtype, shape.rope_scaling),
             positions if learned else None,
             mask=attention_mask(batch["tokens"], batch.get("documents"), shape.window),
-            labels=batch.get("labels"),
+            labels=labels,
             noise=noise,
             cache=cache,
             length=length,
             samples=len(batch["tokens"]),
             newest=length - 1 if newest else None,
+            counted=None if labels is None else (labels != IGNORED).sum(1),
         )
 
     def turn(self, x: Tensor) -> Tensor:
-        """Queries or keys ``x`` [samples, positions, heads, head_dim] at rotary positions, ``x`` itself without."""
+        """Queries or keys ``x`` [samples, positions, heads, features] at rotary positions, ``x`` itself without."""
         return x if self.rope is None else rotate(x, self.rope)
 
     def drop(self, x: Tensor, rate: float, site: str) -> Tensor:

@@ -12,8 +12,7 @@ Axes in names: B samples, T positions, H hidden, N heads, K key/value heads, D h
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Mapping
 from itertools import chain
 
 import torch
@@ -21,18 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.config import Model as Shape
+from shoal.model.activations import ACTIVATIONS
 from shoal.model.context import Batch, Cache, Context
 from shoal.model.dropout import Noise
+from shoal.model.latent import LatentAttention, latent_roles
 from shoal.model.linear import Linear
 from shoal.model.loss import IGNORED, LinearCrossEntropy
 from shoal.model.norms import norm_of
-from shoal.model.roles import Role, RoleTable
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu-tanh": partial(F.gelu, approximate="tanh"),
-}
+from shoal.model.roles import Kind, Role, RoleTable
+from shoal.model.routed import Routed
 
 
 class Fused(Linear):
@@ -80,23 +76,28 @@ class CausalAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, with rotary positions where none are learned, and norms of each query and key head where
-    the model has them."""
+    """Grouped-query attention, with rotary positions where none are learned, and norms of queries and keys, of each
+    head or of all together, where the model has them."""
 
     def __init__(self, shape: Shape, name: str) -> None:
         super().__init__()
         self.head_dim, self.window, self.name = shape.head_dim, shape.window, name
         q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.qkv = Fused(shape.hidden, (q, kv, kv), bias=shape.qkv_bias)
-        self.q_norm = norm_of(shape, shape.head_dim) if shape.qk_norm else None
-        self.k_norm = norm_of(shape, shape.head_dim) if shape.qk_norm else None
+        self.norms_heads = shape.qk_norm_over == "head"
+        normed = (shape.head_dim, shape.head_dim) if self.norms_heads else (q, kv)
+        self.q_norm = norm_of(shape, normed[0]) if shape.qk_norm else None
+        self.k_norm = norm_of(shape, normed[1]) if shape.qk_norm else None
         self.core = CausalAttention()
         self.out = Linear(q, shape.hidden, bias=shape.out_bias)
 
     def forward(self, x_BTH: Tensor, ctx: Context) -> Tensor:
+        q, k, v = self.qkv(x_BTH)
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
         # How many heads there are follows from the widths: a rank may hold some of them.
-        q_BTND, k_BTKD, v_BTKD = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x_BTH))
-        if self.q_norm is not None and self.k_norm is not None:
+        q_BTND, k_BTKD, v_BTKD = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None and self.norms_heads:
             q_BTND, k_BTKD = self.q_norm(q_BTND), self.k_norm(k_BTKD)
         q, k, v = ctx.turn(q_BTND).transpose(1, 2), ctx.turn(k_BTKD).transpose(1, 2), v_BTKD.transpose(1, 2)
         if ctx.cache is not None:
@@ -105,13 +106,13 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Gated: down(activation(gate(x)) · up(x)) (Shazeer 2020)."""
+    """Gated: down(activation(gate(x)) · up(x)) (Shazeer 2020), with ``width`` columns."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, width: int) -> None:
         super().__init__()
-        self.gate_up = Fused(shape.hidden, (shape.ffn, shape.ffn), bias=shape.ffn_bias)
+        self.gate_up = Fused(shape.hidden, (width, width), bias=shape.ffn_bias)
         self.activation = ACTIVATIONS[shape.activation]
-        self.down = Linear(shape.ffn, shape.hidden, bias=shape.ffn_bias)
+        self.down = Linear(width, shape.hidden, bias=shape.ffn_bias)
 
     def forward(self, x_BTH: Tensor) -> Tensor:
         gate, up = self.gate_up(x_BTH)
@@ -131,21 +132,32 @@ class PlainFeedForward(nn.Module):
         return self.down(self.activation(self.up(x_BTH)))  # type: ignore[no-any-return]
 
 
+def feed_forward_of(shape: Shape, number: int) -> nn.Module:
+    """That of block ``number``: with experts, or without."""
+    if shape.experts and number >= shape.dense_layers:
+        width = shape.shared_experts * shape.expert_width
+        shared = FeedForward(shape, width) if width else None
+        return Routed(shape, f"blocks.{number}", ACTIVATIONS[shape.activation], shared)
+    return FeedForward(shape, shape.ffn) if shape.gated else PlainFeedForward(shape)
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x)), each with dropout before the sum."""
 
-    def __init__(self, shape: Shape, name: str) -> None:
+    def __init__(self, shape: Shape, number: int) -> None:
+        name = f"blocks.{number}"
         super().__init__()
         self.name, self.rate = name, shape.dropout
         self.attn_norm = norm_of(shape, shape.hidden)
-        self.attn = Attention(shape, name)
+        self.attn = LatentAttention(shape, name, CausalAttention()) if shape.latent else Attention(shape, name)
         self.ffn_norm = norm_of(shape, shape.hidden)
-        self.ffn = FeedForward(shape) if shape.gated else PlainFeedForward(shape)
+        self.ffn = feed_forward_of(shape, number)
 
     def forward(self, x_BTH: Tensor, ctx: Context) -> Tensor:
         attended = self.attn(self.attn_norm(x_BTH), ctx)
         x_BTH = x_BTH + ctx.drop(attended, self.rate, f"{self.name}.attn")
-        fed = self.ffn(self.ffn_norm(x_BTH))
+        x = self.ffn_norm(x_BTH)
+        fed = self.ffn(x, ctx) if isinstance(self.ffn, Routed) else self.ffn(x)
         return x_BTH + ctx.drop(fed, self.rate, f"{self.name}.ffn")
 
 
@@ -174,7 +186,7 @@ class Decoder(nn.Module):
         self.shape = shape
         self.roles: RoleTable = decoder_roles(shape)
         self.embed = Embed(shape)
-        self.blocks = nn.ModuleList(Block(shape, f"blocks.{i}") for i in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, i) for i in range(shape.layers))
         self.head = Head(shape)
         if shape.tied:
             self.head.out.weight = self.embed.table.weight
@@ -244,23 +256,43 @@ def decoder_roles(shape: Shape) -> RoleTable:
     into_residual = 0.02 / (2 * shape.layers) ** 0.5
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norm_std = 0.0 if shape.norm == "rms-plus-one" else Role.std
-    norm, head_norm = Role("norm", std=norm_std), Role("head_norm", std=norm_std)
+    norm = Role("norm", std=norm_std)
+    kind: Kind = "head_norm" if shape.qk_norm_over == "head" else "heads_norm"
+    attention: Mapping[str, Role] = {
+        "qkv": Role("qkv", parts=(("q", q), ("k", kv), ("v", kv)), heads=shape.heads, kv_heads=shape.kv_heads),
+        "q_norm": Role(kind, std=norm_std, heads=shape.heads, kv_heads=shape.heads),
+        "k_norm": Role(kind, std=norm_std, heads=shape.heads, kv_heads=shape.kv_heads),
+        "core": Role("attention"),
+        "out": Role("out_proj", std=into_residual, heads=shape.heads, kv_heads=shape.kv_heads),
+    }
+    if shape.latent is not None:
+        attention = latent_roles(shape, into_residual)
     return {
         "embed.table": Role("embed"),
         "embed.positions": Role("position"),
         "blocks.*.attn_norm": norm,
-        "blocks.*.attn.qkv": Role(
-            "qkv", parts=(("q", q), ("k", kv), ("v", kv)), heads=shape.heads, kv_heads=shape.kv_heads
-        ),
-        "blocks.*.attn.q_norm": head_norm,
-        "blocks.*.attn.k_norm": head_norm,
-        "blocks.*.attn.core": Role("attention"),
-        "blocks.*.attn.out": Role("out_proj", std=into_residual, heads=shape.heads, kv_heads=shape.kv_heads),
+        **{f"blocks.*.attn.{name}": role for name, role in attention.items()},
         "blocks.*.ffn_norm": norm,
         "blocks.*.ffn.gate_up": Role("gate_up", parts=(("gate", shape.ffn), ("up", shape.ffn))),
         "blocks.*.ffn.up": Role("gate_up"),
         "blocks.*.ffn.down": Role("down", std=into_residual),
+        **(expert_roles(shape, into_residual) if shape.experts else {}),
         "head.norm": norm,
         "head.out": Role("head"),
         "head.loss": Role("loss"),
+    }
+
+
+def expert_roles(shape: Shape, into_residual: float) -> RoleTable:
+    """Those of the modules of a layer with experts."""
+    width, shared = shape.expert_width, shape.shared_experts * shape.expert_width
+    stacked = {"experts": shape.experts, "chosen": shape.experts_per_token}
+    return {
+        "blocks.*.ffn.tokens": Role("tokens"),
+        "blocks.*.ffn.router": Role("router"),
+        "blocks.*.ffn.experts": Role("experts"),
+        "blocks.*.ffn.experts.gate_up": Role("expert", parts=(("gate", width), ("up", width)), **stacked),
+        "blocks.*.ffn.experts.down": Role("expert_down", parts=(("down", shape.hidden),), std=into_residual, **stacked),
+        "blocks.*.ffn.shared.gate_up": Role("gate_up", parts=(("gate", shared), ("up", shared))),
+        "blocks.*.ffn.shared.down": Role("down", std=into_residual),
     }

@@ -13,8 +13,9 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 Kind = Literal[
-    "embed", "position", "norm", "head_norm", "qkv", "out_proj", "gate_up", "down", "head", "router", "expert",
-    "attention", "loss", "replicated", "latent",
+    "embed", "position", "norm", "head_norm", "heads_norm", "qkv", "out_proj", "gate_up", "down", "head", "router",
+    "tokens", "experts", "expert", "expert_down", "attention", "loss", "replicated", "latent", "latent_norm",
+    "latent_entry", "expand",
 ]  # fmt: skip
 
 
@@ -22,10 +23,17 @@ Kind = Literal[
 class Role:
     """What one module is to the layouts.
 
+    Norms of heads are of each (``head_norm``) or of all together (``heads_norm``), of which there are ``kv_heads``
+    here. A ``latent`` comes from the stream, has a ``latent_norm``, and after its ``latent_entry`` goes to heads by
+    linears that ``expand`` it.
+
     ``parts`` names the logical weights that a fused matrix stacks along dim 0, with their rows. ``heads`` and
     ``kv_heads`` say how those rows group into attention heads: the granule that may not be cut is one key/value head
     with its share of query heads. ``std`` is the standard deviation of its matrices at initialisation; 0
     starts all of the module at zero, vectors too, which else start at one.
+
+    With ``experts`` a matrix stacks the parts of that many, one expert after another; a token goes through ``chosen``
+    of them.
     """
 
     kind: Kind
@@ -33,6 +41,8 @@ class Role:
     heads: int = 0
     kv_heads: int = 0
     std: float = 0.02
+    experts: int = 0
+    chosen: int = 0
 
 
 REPLICATED = Role("replicated")
@@ -53,6 +63,13 @@ def role_of(table: RoleTable, module: str) -> Role:
 
 
 def logical_parts(role: Role, module: str, parameter: str) -> tuple[tuple[str, int], ...]:
-    """The logical names and rows stacked in a parameter: ``a.qkv`` ``weight`` → ``a.q.weight``, ``a.k.weight``, …"""
+    """The logical names and rows stacked in a parameter: ``a.qkv`` ``weight`` → ``a.q.weight``, ``a.k.weight``, …;
+    of experts ``a.gate_up`` ``weight`` → ``a.0.gate.weight``, ``a.0.up.weight``, ``a.1.gate.weight``, …"""
     parent, _, _ = module.rpartition(".")
+    if role.experts:
+        return tuple(
+            (f"{parent}.{expert}.{part}.{parameter}", rows)
+            for expert in range(role.experts)
+            for part, rows in role.parts
+        )
     return tuple((".".join(filter(None, (parent, part, parameter))), rows) for part, rows in role.parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.errors import ConfigError
 from shoal.meter import mark
-from shoal.model.context import Batch
+from shoal.model.context import Batch, Context
 from shoal.model.task import Task
 from shoal.pipeline.arrival import arrive
 from shoal.pipeline.lines import Lines
@@ -239,6 +240,8 @@ class Running:
             self.weights.use(one.version)
         # Whatever can be done before the input has arrived is done while it is on its way.
         ctx = self.contexts(self.batches[number])
+        if isinstance(ctx, Context) and self.scale is not None:
+            ctx.beside.scale = partial(self.scale, number)
         x, arrives = self._input(act, one)
         for unit, layer in stage.layers:
             if not watch.follow(unit, x) and handlers.must_see:

@@ -50,6 +50,11 @@ class ConsoleSink:
                     f"  [bold yellow]step {values['step']} updated nothing[/]: a gradient was not finite on some rank "
                     f"({values['so_far']} steps so far); metrics.jsonl names its samples"
                 )
+            case "dropped":
+                self._print(
+                    f"  [bold yellow]experts dropped {values['share']:.0%} of their tokens[/] in step "
+                    f"{values['step']}: model.capacity = {values['capacity']} leaves no room for them; use 1.25 or more, or leave it out"
+                )
             case "evaluation":
                 batches = f"{values['batches']} batch" + ("es" if values["batches"] != 1 else "")
                 self._print(f"  [bold]validation loss {values['loss']:.4f}[/] at step {values['step']}, over {batches}")

@@ -4,7 +4,8 @@ Every kind divides the same things, over axes of its own. A block's *first* line
 the output matrix, and with it the embedding) have *columns*: heads, columns of the feed-forward, rows of the
 vocabulary. Its *second* ones (out, down) read those columns and write to the residual *stream*. Of the stream samples,
 positions and hidden features may each be divided; and of every weight the in-features, over ranks that have different
-rows of the activations. :class:`Axes` says over which mesh axes, a subclass by which ports linears put blocks together.
+rows of the activations. *Latents* have neither columns nor a place in the stream: what makes them has all their rows on
+every rank, and they enter whole into linears that have columns. :class:`Axes` says over which mesh axes, a subclass by which ports linears put blocks together.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from shoal.model.context import Context
 from shoal.model.loss import IGNORED
 from shoal.model.roles import Role, logical_parts
 from shoal.placement import Piece, Placement, Rule, Span
-from shoal.tensor.linear import DividedLinear
+from shoal.tensor.linear import DividedLinear, Entry
 from shoal.tensor.norms import divided_norm
-from shoal.tensor.ports import Extent, Ports
+from shoal.tensor.ports import Extent, Port, Ports, Still
 from shoal.tensor.samples import Samples
 from shoal.tensor.vocabulary import Vocabulary, VocabularyCrossEntropy, VocabularyEmbedding, VocabularyHead
 from shoal.tensor.whole import Whole
@@ -85,6 +86,11 @@ class OnGrid(ABC):
         """What computes with this rank's blocks of ``linear``."""
         return DividedLinear(linear, ports, parts)
 
+    @abstractmethod
+    def latents(self, mesh: Mesh) -> tuple[Port, Port]:
+        """The port by which terms of latents, of this rank's hidden features, are added up where these are divided; and
+        that by which latents enter, to be read by heads: whole, each with its gradient from all heads."""
+
     @property
     def loss_axes(self) -> tuple[str, ...]:
         """The axes on which ranks have the losses of different samples."""
@@ -99,6 +105,10 @@ class OnGrid(ABC):
         inner: tuple[str, ...] = ()
         if role.kind in FIRST:
             outer, inner = axes.columns, axes.first
+        elif role.kind in ("expand", "heads_norm"):
+            outer = axes.columns
+        elif role.kind == "latent" and axes.hidden and len(shape) > 1:
+            outer, inner = None, (axes.hidden,)
         elif role.kind in SECOND:
             outer, inner = axes.hidden, axes.second
         elif role.kind in ALONG_THE_STREAM and axes.hidden:
@@ -129,6 +139,11 @@ class OnGrid(ABC):
             table = cast(nn.Embedding, module)
             ports, vocabulary = self.first(table.embedding_dim, mesh), self._vocabulary(table.num_embeddings, mesh)
             return VocabularyEmbedding(table, ports, vocabulary, self._streamed(mesh.coords))
+        if role.kind == "heads_norm":
+            # A head that several ranks have counts as often as any other.
+            return divided_norm(module, mesh.over(self.axes.columns))
+        if role.kind.startswith("latent"):
+            return self._latent(role, module, mesh)
         if role.kind not in FIRST + SECOND:
             return module
         linear = cast(nn.Linear, module)
@@ -138,7 +153,8 @@ class OnGrid(ABC):
         if role.kind == "head":
             vocabulary = self._vocabulary(linear.out_features, mesh)
             return VocabularyHead(linear, ports, vocabulary, mesh.over(*self.axes.attended), self.extent)
-        rows = self._rows(role, [total for _, total in role.parts], self.axes.columns, mesh.coords)
+        totals = [total for _, total in role.parts]
+        rows = self._rows(role, totals, self.axes.columns, mesh.coords) if totals else []
         return self.linear(linear, ports, tuple(stop - start for start, stop in rows), mesh)
 
     def see(self, ctx: Context) -> None:
@@ -174,9 +190,24 @@ class OnGrid(ABC):
         """All of it on every rank, which sees the same as the others unless it has rows or heads of its own."""
         placement = Whole().place(role, module, parameter, shape).at({})
         assert placement is not None
-        if role.kind != "head_norm":
+        if role.kind in ("latent", "latent_norm"):
+            placement = replace(placement, duplicated=self._alike)
+        elif role.kind != "head_norm":
             placement = replace(placement, duplicated=self.axes.repeated)
         return Rule(lambda _: placement)
+
+    def _latent(self, role: Role, module: nn.Module, mesh: Mesh) -> nn.Module:
+        terms, entry = self.latents(mesh)
+        if role.kind == "latent":
+            return DividedLinear(cast(nn.Linear, module), Ports(Still(), Still(), terms))
+        return Entry(entry) if role.kind == "latent_entry" else module
+
+    @property
+    def _alike(self) -> frozenset[str]:
+        """The axes on which ranks have the same latents: those of a stream that is repeated, and of hidden features
+        where the sum over them is not divided by samples."""
+        summed = {self.axes.hidden} - {None, *self.axes.attended}
+        return self.axes.repeated | frozenset(axis for axis in summed if axis)
 
     def _vocabulary(self, size: int, mesh: Mesh) -> Vocabulary:
         return Vocabulary(size, mesh.over(self.axes.columns))
@@ -198,7 +229,8 @@ class OnGrid(ABC):
         if axis != self.axes.columns or role.kind in SECOND or not role.heads:
             return [_share(total, size, at) for total in totals]
         assert role.heads % size == 0, f"{role.heads} heads over {size} ranks"
-        width = totals[0] // role.heads  # the first part has the query heads
+        # The first part has the query heads; a norm of key heads has those alone.
+        width = totals[0] // (role.kv_heads if role.kind == "heads_norm" else role.heads)
         shares = [_share_of_heads(total // width, size, at) for total in totals]
         return [(start * width, stop * width) for start, stop in shares]
 

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal.model.linear import later, weight_gradient
 from shoal.tensor.blocks import block_linear
-from shoal.tensor.ports import Ports
+from shoal.tensor.ports import Port, Ports, entered
 
 
 class DividedLinear(nn.Module):
@@ -38,6 +38,17 @@ class DividedLinear(nn.Module):
 
     def block(self, x: Tensor) -> Tensor:
         return divided_linear(x, self.weight, self.bias, self.ports)
+
+
+class Entry(nn.Module):
+    """What several linears with blocks of their own read, put together once for all of them."""
+
+    def __init__(self, port: Port) -> None:
+        super().__init__()
+        self.port = port
+
+    def forward(self, x: Tensor) -> Tensor:
+        return entered(x, self.port)
 
 
 def divided_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ports: Ports) -> Tensor:

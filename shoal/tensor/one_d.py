@@ -37,6 +37,9 @@ class OneD(OnGrid):
     def logits(self, hidden: int, mesh: Mesh) -> Ports:
         return Ports(Even(mesh.over(AXIS), 1), Still(), Still()) if self.sequence else self.first(hidden, mesh)
 
+    def latents(self, mesh: Mesh) -> tuple[Port, Port]:
+        return Still(), self._stream(mesh)
+
     def _stream(self, mesh: Mesh) -> Port:
         group = mesh.over(AXIS)
         return Positions(group, extent=self.extent) if self.sequence else Repeated(group)

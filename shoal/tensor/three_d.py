@@ -41,6 +41,9 @@ class ThreeD(OnGrid):
     def logits(self, hidden: int, mesh: Mesh) -> Ports:
         return Ports(even(mesh.over(C), 1), self._weight(hidden, B, mesh), even(mesh.over(B), 1))
 
+    def latents(self, mesh: Mesh) -> tuple[Port, Port]:
+        return even(mesh.over(B), 0), self._stream(mesh)
+
     def _stream(self, mesh: Mesh) -> Port:
         group = mesh.over(C)
         return Positions(group, extent=self.extent) if group.size > 1 else Still()

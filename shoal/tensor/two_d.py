@@ -20,7 +20,7 @@ from shoal.layout.kinds import split_evenly
 from shoal.mesh import Mesh
 from shoal.tensor.grid import Axes, OnGrid
 from shoal.tensor.linear import DividedLinear
-from shoal.tensor.ports import Ports, Still, shares
+from shoal.tensor.ports import Port, Ports, Repeated, Still, shares
 from shoal.tensor.summa import summa
 
 ROW, COL = "row", "col"
@@ -43,6 +43,9 @@ class TwoD(OnGrid):
         return Ports(shares(mesh.over(COL), -1, in_features), shares(mesh.over(ROW), -1, in_features), Still())
 
     second = first
+
+    def latents(self, mesh: Mesh) -> tuple[Port, Port]:
+        return Repeated(mesh.over(COL)), Repeated(mesh.over(COL))
 
     def linear(self, linear: nn.Linear, ports: Ports, parts: tuple[int, ...], mesh: Mesh) -> nn.Module:
         if not self.loop:

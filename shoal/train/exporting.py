@@ -67,9 +67,10 @@ def export_hf(
 ) -> Exported:
     """Write the weights of a checkpoint, or of a run's newest, as a new Hugging Face folder ``out``.
 
-    ``dtype`` (a name that torch has) is that of all weights; unset, each stays as it is stored. Files hold at most
-    ``shard_bytes``, or one tensor. Raises, before anything is written, :class:`~shoal.errors.ConfigError` where ``out``
-    exists or no family has such a model, and :class:`~shoal.errors.CheckpointError` where the checkpoint is damaged.
+    ``dtype`` (a name that torch has) is that of all weights but the biases of gates, which stay exact; unset, each
+    stays as it is stored. Files hold at most ``shard_bytes``, or one tensor. Raises, before anything is written,
+    :class:`~shoal.errors.ConfigError` where ``out`` exists or no family has such a model, and
+    :class:`~shoal.errors.CheckpointError` where the checkpoint is damaged.
     """
     check_absent(out)
     if dtype is not None and dtype not in DTYPES:
@@ -88,7 +89,7 @@ def export_hf(
     weights, shapes = WholeTensors(found, manifest), logical_shapes(config.model)
     assert weights.shapes == shapes, "a checkpoint is of the model that it names"
     family = FAMILIES[written["model_type"]]
-    stored = {one.name: one for one in stored_tensors(family, shapes)}
+    stored = {one.name: one for one in stored_tensors(family, shapes, config.model)}
     main = dtype or _main_dtype(weights)
     written.pop("dtype", None)
     with made_whole(out) as aside:
@@ -128,13 +129,17 @@ def _write_weights(
 
 def _announced(weights: WholeTensors, stored: Stored, dtype: str | None) -> Tensor:
     kept = weights.dtypes[stored.parts[0][0]]
-    return torch.empty(stored.shape, dtype=DTYPES[dtype] if dtype else kept, device="meta")
+    return torch.empty(stored.shape, dtype=DTYPES[dtype] if dtype and not stored.exact else kept, device="meta")
 
 
 def _read(weights: WholeTensors, stored: Stored) -> Tensor:
-    parts = [weights.read(name) for name, _ in stored.parts]
+    parts = [_as_stored(weights.read(name), stored.order(name, (0, rows))) for name, rows in stored.parts]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     return whole.t() if stored.transposed else whole
+
+
+def _as_stored(part: Tensor, order: Tensor | None) -> Tensor:
+    return part if order is None else torch.empty_like(part).index_copy_(0, order, part)
 
 
 def _main_dtype(weights: WholeTensors) -> str:

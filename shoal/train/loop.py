@@ -37,6 +37,9 @@ from shoal.train.speak import Prompt, pieces
 from shoal.train.start import keep_companions
 from shoal.train.tracing import Tracing
 
+MANY_DROPPED = 0.5
+"""The share of tokens dropped by experts from which on that is told."""
+
 
 def train(
     world: World,
@@ -76,6 +79,8 @@ class _Run:
         self.steps = last_step(config)
         self.memory = remember(config, self.source)
         self.sinks: list[Sink] = []
+        self.warned = False
+        """Whether somebody has been told that experts drop most of their tokens."""
         self.hashes: dict[int, str] = {}
         self.seconds: dict[int, float] = {}
         """Of steps that have not finished: the hash of their samples, and what they took before the next began."""
@@ -157,7 +162,13 @@ class _Run:
             }
             if (found := self.hashes.pop(result.step - 1, None)) is not None:
                 values["hash"] = found
+            if (experts := result.experts) is not None:
+                values |= {"gate_loss": experts.loss, "largest_load": experts.largest, "dropped": experts.dropped}
+                values["expert_tokens"] = dict(experts.tokens)
             self._tell("step", **values)
+            if experts is not None and experts.dropped > MANY_DROPPED and not self.warned:
+                self.warned = True
+                self._tell("dropped", step=result.step, share=experts.dropped, capacity=self.config.model.capacity)
             if result.skipped:
                 self._skipped(result.step - 1, result.micro_batches)
 

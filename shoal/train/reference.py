@@ -51,6 +51,9 @@ class PlainTrainer:
     def __init__(self, model: Decoder, config: Optimizer, rate: Callable[[int], float], seed: int) -> None:
         self.model, self.config, self.rate, self.seed = model, config, rate, seed
         self.step_number = 0
+        self.charged: list[Tensor] = []
+        """What the gates add to the summed loss; it is no part of the loss that is told."""
+        self.loads: dict[str, Tensor] = {}
         self._weights = dict(_logical(model))
         groups: dict[str, list[dict[str, Any]]] = {}
         for name, weight in self._weights.items():
@@ -78,7 +81,7 @@ class PlainTrainer:
             parameter.grad = torch.zeros_like(parameter)
         total, count = self.summed_loss(batch)
         loss = total / count.clamp(min=1)
-        loss.backward()
+        (loss + sum(self.charged) / count.clamp(min=1)).backward()
         return loss.item(), {name: _grad(p).clone() for name, p in self.model.named_parameters()}
 
     def summed_loss(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -91,6 +94,7 @@ class PlainTrainer:
         if self.model.shape.z_loss:
             log_sums = logits.logsumexp(-1)[labels != IGNORED]
             loss = loss + self.model.shape.z_loss * log_sums.square().sum()
+        self.charged, self.loads = list(ctx.beside.losses.values()), ctx.beside.loads
         return loss, (labels != IGNORED).sum()
 
     def clip(self, names: Iterable[str], norm: float) -> None:
@@ -107,6 +111,10 @@ class PlainTrainer:
             for group in optimizer.param_groups:
                 group["lr"] = self.config.lr * self.rate(self.step_number) * group["share"]
             optimizer.step()
+        for name, block in self.model.named_modules():
+            if (router := getattr(block, "router", None)) is not None and router.balance is not None:
+                load = self.loads[name.removesuffix(".ffn")].double()
+                router.balance += router.rate * (load.mean() - load).sign()
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of all parameters, by name."""

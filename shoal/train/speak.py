@@ -16,7 +16,7 @@ from shoal.comm.world import World
 from shoal.config import parse
 from shoal.data.tokenize import load_tokenizer, own_ends
 from shoal.errors import CheckpointError, ConfigError, setting
-from shoal.local import allot, lay_out
+from shoal.local import allot, buffer_fragments, lay_out
 from shoal.mesh import Grid
 from shoal.model.context import check_room
 from shoal.model.decoder import Decoder
@@ -66,7 +66,7 @@ def load_model(path: Path) -> Decoder:
     for one in parameters:  # filled below: initial values would be drawn for nothing
         one.parameter.data = torch.empty(one.placement.shape, dtype=one.parameter.dtype)
     weights = [fragment for one in parameters for fragment in one.fragments("weight", one.parameter.detach())]
-    checkpoint.load(path, weights, World())
+    checkpoint.load(path, weights + buffer_fragments(model, (0,)), World())
     return model
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import cos, pi, sin
+from math import ceil, cos, floor, log, pi, sin
 
 import pytest
 import torch
@@ -68,9 +68,15 @@ def test_a_text_longer_than_the_learned_positions_is_refused_before_it_is_read()
 
 
 def slowed(frequency: float, scaling: RopeScaling) -> float:
-    """As Llama 3.1 was published, by wavelengths."""
+    """As Llama 3.1 was published, by wavelengths; as YaRN was, by the number of the pair, of eight at a base of 50."""
     if scaling.kind == "linear":
         return frequency / scaling.factor
+    if scaling.kind == "yarn":
+        pair = round(-log(frequency) / log(50.0) * 8)
+        ends = (16 * log(99 / (2 * pi * turns)) / (2 * log(50.0)) for turns in (scaling.beta_fast, scaling.beta_slow))
+        first, last = max(0, floor(next(ends))), ceil(next(ends))
+        ramp = min(1.0, max(0.0, (pair - first) / (last - first)))
+        return (1 - ramp) * frequency + ramp * frequency / scaling.factor
     wavelength, original = 2 * pi / frequency, scaling.original_positions
     if wavelength < original / scaling.high_freq_factor:
         return frequency
@@ -81,18 +87,26 @@ def slowed(frequency: float, scaling: RopeScaling) -> float:
 
 
 @pytest.mark.parametrize(
-    "scaling", [None, RopeScaling(kind="linear", factor=3), RopeScaling(kind="llama3", factor=8, original_positions=99)]
+    "scaling",
+    [
+        None,
+        RopeScaling(kind="linear", factor=3),
+        RopeScaling(kind="llama3", factor=8, original_positions=99),
+        RopeScaling(kind="yarn", factor=8, original_positions=99, beta_fast=9, mscale=0.9, mscale_all_dim=0.4),
+    ],
 )
 def test_angles_are_those_of_the_formula(scaling: RopeScaling | None) -> None:
     positions = torch.tensor([[0, 1, 5, 1000]])
     found = rope_tables(positions, 16, 50.0, torch.float64, scaling)
-    changed = 0
+    changed, size = 0, 1.0
+    if scaling is not None and scaling.kind == "yarn":
+        size = (1 + 0.09 * log(8)) / (1 + 0.04 * log(8))
     for pair in range(8):
         frequency = 50.0 ** (-2 * pair / 16)
         turning = frequency if scaling is None else slowed(frequency, scaling)
         changed += turning != frequency
         for at, position in enumerate([0, 1, 5, 1000]):
-            assert found[0][0, at, 0, pair] == pytest.approx(cos(position * turning), abs=1e-10)
-            assert found[1][0, at, 0, pair] == pytest.approx(sin(position * turning), abs=1e-10)
+            assert found[0][0, at, 0, pair] == pytest.approx(size * cos(position * turning), abs=1e-10)
+            assert found[1][0, at, 0, pair] == pytest.approx(size * sin(position * turning), abs=1e-10)
     kind = "none" if scaling is None else scaling.kind
-    assert changed == {"none": 0, "linear": 8, "llama3": 5}[kind], "some stay and some do not"
+    assert changed == {"none": 0, "linear": 8, "llama3": 5, "yarn": 6}[kind], "some stay and some do not"

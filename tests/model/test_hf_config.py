@@ -27,7 +27,11 @@ LLAMA3: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 50, "vocab": 99}
+
+
+LATENT: dict[str, Any] = {"kv_heads": 4, "latent": {"rank": 6, "plain_dim": 5, "turned_dim": 4, "value_dim": 3}}
 
 
 def of(family: str, **options: Any) -> dict[str, Any]:
@@ -103,7 +107,22 @@ def test_gemma_computes_the_approximation_whatever_it_calls_it(name: str) -> Non
         ({"quantization_config": {"bits": 4}}, "quantization_config", "absent"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5", "1"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types", "of one kind"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope_type = yarn", "default, linear, llama3"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope_type = longrope", "linear, llama3, yarn"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "original_max_position_embeddings", "missing"),
+        ({"rope_scaling": YARN | {"attention_factor": 1.5}}, "attention_factor = 1.5", "absent"),
+        ({"rope_scaling": YARN | {"truncate": False}}, "truncate = False", "absent"),
+        ({"rope_scaling": YARN | {"mscale_all_dim": 0.7}}, "mscale_all_dim = 0.7", "mscale too"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta = 1.0", "above 1"),
+        (of("mixtral", router_jitter_noise=0.1), "router_jitter_noise = 0.1", "0"),
+        (of("qwen3_moe", decoder_sparse_step=2), "decoder_sparse_step = 2", "1"),
+        (of("qwen3_moe", mlp_only_layers=[1]), "mlp_only_layers = [1]", "empty"),
+        (of("olmoe", clip_qkv=8.0), "clip_qkv = 8.0", "absent"),
+        (of("deepseek_v2", norm_topk_prob=True), "norm_topk_prob = True", "False"),
+        (of("deepseek_v2", topk_method="noaux_tc"), "topk_method = noaux_tc", "greedy or group_limited_greedy"),
+        (of("deepseek_v2", num_experts_per_tok=None), "num_experts_per_tok", "missing"),
+        (of("deepseek_v3", scoring_func="softmax"), "scoring_func = softmax", "sigmoid"),
+        (of("deepseek_v3", rope_interleave=False), "rope_interleave = False", "True"),
+        (of("deepseek_v3", moe_layer_freq=2), "moe_layer_freq = 2", "1"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor", "missing"),
         ({"hidden_act": "relu2"}, "hidden_act = relu2", "silu"),
         ({"hidden_size": None}, "hidden_size", "missing"),
@@ -136,10 +155,17 @@ def test_what_the_decoder_cannot_be_is_refused_by_name(options: dict[str, Any], 
         ({"qkv_bias": True, "window": 9}, "qwen2"),
         ({"qk_norm": True, "head_dim": 16}, "qwen3"),
         ({"norm": "rms-plus-one", "scaled_embedding": True, "activation": "gelu-tanh"}, "gemma"),
+        ({"rope_scaling": {"kind": "yarn", "factor": 2.0, "original_positions": 64}}, "llama"),
+        ({"experts": 4, "gate": "topk-softmax"}, "mixtral"),
+        ({"qk_norm": True, "experts": 4, "expert_ffn": 9, "dense_layers": 1}, "qwen3_moe"),
+        ({"qk_norm": True, "qk_norm_over": "all", "experts": 4}, "olmoe"),
+        ({**LATENT, "qkv_bias": True, "out_bias": True}, "deepseek_v2"),
+        ({**LATENT, "experts": 4, "expert_ffn": 9, "gate_groups": 2, "shared_experts": 1}, "deepseek_v2"),
+        ({**LATENT, "experts": 4, "expert_ffn": 9, "gate": "sigmoid", "dense_layers": 1}, "deepseek_v3"),
     ],
 )
 def test_a_model_from_nothing_is_of_the_first_family_that_can_say_it(choices: dict[str, Any], family: str) -> None:
-    model = Model(**SIZES, dropout=0.1, z_loss=1e-4, **choices)
+    model = Model(**{**SIZES, **choices}, dropout=0.1, z_loss=1e-4)
     config = write_config(model, positions=77)
     assert config["model_type"] == family
     assert config["architectures"] == [FAMILIES[family].architecture]
@@ -147,7 +173,40 @@ def test_a_model_from_nothing_is_of_the_first_family_that_can_say_it(choices: di
     assert read_model(config) == model.model_copy(update={"dropout": 0.0, "z_loss": 0.0})
 
 
+def test_experts_that_are_described_in_two_ways_are_the_same() -> None:
+    model = Model(**SIZES, experts=4, expert_ffn=9, gate="softmax", gate_renormalise=True, balance_loss=0.01)
+    config = write_config(model)
+    assert (config["model_type"], config["intermediate_size"]) == ("mixtral", 9)
+    assert read_model(config) == Model(**{**SIZES, "ffn": 9}, experts=4, gate="topk-softmax")
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}),
+        ("qwen3_moe", {"num_experts": 0}),
+        ("deepseek_v2", {"first_k_dense_replace": 2, "num_experts_per_tok": 2, "num_key_value_heads": None}),
+        ("deepseek_v3", {"first_k_dense_replace": 3, "num_key_value_heads": 4}),
+    ],
+)
+def test_a_family_with_experts_may_have_a_model_without(family: str, options: dict[str, Any]) -> None:
+    model = read_model(of(family, **options))
+    assert (model.experts, model.gate, model.dense_layers) == (0, "softmax", 0)
+    again = read_model(write_config(model, of(family, **options)))
+    assert again == model
+
+
+def test_groups_of_experts_count_where_the_gate_looks_at_them() -> None:
+    options = {"num_experts_per_tok": 2, "num_key_value_heads": 4, "n_group": 8, "topk_group": 3}
+    assert read_model(of("deepseek_v2", **options)).gate_groups == 1
+    grouped = read_model(of("deepseek_v2", **options, topk_method="group_limited_greedy"))
+    assert (grouped.gate_groups, grouped.gate_top_groups) == (8, 3)
+    assert write_config(grouped, of("deepseek_v2"))["topk_method"] == "group_limited_greedy"
+
+
 def test_a_model_that_no_family_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no family of Hugging Face models has this combination"):
+        write_config(Model(**SIZES, experts=4, shared_experts=1))
     with pytest.raises(ConfigError, match="no family of Hugging Face models has this combination"):
         write_config(Model(**SIZES, norm="layer"))
 

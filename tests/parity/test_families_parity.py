@@ -22,8 +22,14 @@ QUICK = {
     "llama3": "tp=2:1d-sp",
     "qwen2": "tp=2",
     "qwen3": "tp=2:1d-sp,pp=2:1f1b,mb=4",
+    "olmoe": "tp=4",
     "mistral": "tp=2:1d-sp",
     "gemma": "tp=2",
+    "mixtral": "dp=2,zero=3",
+    "qwen3moe": "tp=2",
+    "latent": "tp=4:2d",
+    "deepseek2": "tp=2:1d-sp",
+    "deepseek3": "tp=2:1d-sp,pp=2:1f1b,mb=4",
     "gpt2": "tp=2:1d-sp,pp=2:1f1b,mb=4",
 }
 """One layout a family for the suite that is quick."""
@@ -49,6 +55,23 @@ def test_a_family_agrees(family: str, line: str, pool: Pool) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_agrees_over_five_steps(family: str, line: str, tied: bool, pool: Pool) -> None:
     check(pool, family, line, steps=5, tied=tied)
+
+
+LATENTS = ("dp=2", "pp=2:1f1b,mb=4", "tp=4", "tp=4:2d{form=loop}", "tp=4:2x2x1", "tp=4:2x1x2", "tp=4:1x2x2")
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("line", [*LATENTS, "tp=2:1d-sp,pp=2:zb-h1,mb=4", "dp=2,tp=2:1d-sp,zero=3,mb=2"])
+@pytest.mark.parametrize("family", ["latent", "deepseek2"])
+def test_latent_attention_agrees_on_every_grid(family: str, line: str, pool: Pool) -> None:
+    check(pool, family, line, steps=5, tied=False)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("line", ["tp=8:2.5d/2", "tp=8:3d", "tp=4:2d,pp=2:zb-h1,mb=4"])
+@pytest.mark.parametrize("family", ["latent", "deepseek2"])
+def test_latent_attention_agrees_on_eight_ranks(family: str, line: str, eight: Pool) -> None:
+    check(eight, family, line, steps=3, tied=False)
 
 
 @pytest.mark.parity

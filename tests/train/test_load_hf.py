@@ -20,7 +20,7 @@ from shoal.model.hf import Weights
 from shoal.train.pool import Pool
 
 LAYOUTS = ("dp=2,zero=3", "tp=2", "tp=2:1d-sp,pp=2:1f1b,mb=4", "dp=2,pp=2,zero=1", "dp=3,zero=2")
-MODELS = ("llama3", "qwen3", "gemma", "gpt2", "gpt2-untied")
+MODELS = ("llama3", "qwen3", "gemma", "gpt2", "gpt2-untied", "olmoe", "deepseek3")
 SMALL = 4096
 """Bytes of scalars, and of what ranks tell each other."""
 

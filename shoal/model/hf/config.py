@@ -1,8 +1,4 @@
-"""config.json ↔ the model section of a run file, for every family.
-
-Both spellings of rotary positions are read: ``rope_theta`` and ``rope_scaling`` of transformers 4, and
-``rope_parameters`` of transformers 5, in which the base lies too. The older is written, which both versions read.
-"""
+"""config.json ↔ the model section of a run file, for every family."""
 
 from __future__ import annotations
 
@@ -11,9 +7,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shoal.config import Model, RopeScaling
+from shoal.config import Model
 from shoal.errors import ConfigError, setting
+from shoal.model.hf.experts import KEYS as EXPERT_KEYS
+from shoal.model.hf.experts import read_experts, same_experts, written_experts
 from shoal.model.hf.families import FAMILIES, Family, family_of
+from shoal.model.hf.latent import read_latent, written_latent
+from shoal.model.hf.rotary import read_rope, written_rope
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -38,8 +38,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "scale_attn_weights": (None, True),
     "scale_attn_by_inverse_layer_idx": (None, False),
 }
-_ROPE_KINDS = ("default", "linear", "llama3")
-_TRAINING = {"dropout", "z_loss"}
+_TRAINING = {"dropout", "z_loss", "balance_loss", "gate_z_loss", "bias_rate"}
 """Settings of the model section that say how it is trained, of which config.json knows nothing that would do."""
 
 
@@ -51,7 +50,7 @@ def read_model(config: Mapping[str, Any]) -> Model:
     """
     family = family_of(config)
     try:
-        _refuse(config)
+        _refuse(config, family)
         values = _values(config, family)
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"config.json: a value of the wrong type: {error}") from None
@@ -73,9 +72,13 @@ def _values(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         values["ffn"] = 4 * values["hidden"]
     if family.name in ("qwen2", "qwen3"):
         values["window"] = _read_window(config)
+    if family.name == "qwen3_moe" and config.get("use_sliding_window"):
+        values["window"] = config.get("sliding_window", 4096)
     if "positions" not in family.fixed:
-        values |= _read_rope(config)
-    return values
+        values |= read_rope(config, family.defaults.get("rope_theta", 10_000.0))
+    if "experts" in family.keys:
+        values = read_experts(config, family.name, values)
+    return values | (read_latent(config) if family.latent else {})
 
 
 def write_config(shape: Model, base: Mapping[str, Any] | None = None, *, positions: int = 2048) -> dict[str, Any]:
@@ -86,7 +89,8 @@ def write_config(shape: Model, base: Mapping[str, Any] | None = None, *, positio
     """
     base = base or {}
     for family in sorted(FAMILIES.values(), key=lambda one: one.name != base.get("model_type")):
-        kept = {key: value for key, value in base.items() if key != "rope_parameters"}
+        spelled_otherwise = {"rope_parameters", *family.spelled.values()}
+        kept = {key: value for key, value in base.items() if key not in spelled_otherwise}
         config = {
             "architectures": [family.architecture],
             "model_type": family.name,
@@ -94,7 +98,11 @@ def write_config(shape: Model, base: Mapping[str, Any] | None = None, *, positio
             **(kept if base.get("model_type") in (None, family.name) else {}),
             **_written(shape, family),
         }
-        if _computes(read_model(config)) == _computes(shape):
+        try:
+            said = read_model(config)
+        except ConfigError:  # nothing of this family
+            continue
+        if _computes(said) == _computes(shape):
             return config
     raise ConfigError(
         "model: no family of Hugging Face models has this combination of norms, positions, biases and feed-forward; "
@@ -103,7 +111,7 @@ def write_config(shape: Model, base: Mapping[str, Any] | None = None, *, positio
 
 
 def _written(shape: Model, family: Family) -> dict[str, Any]:
-    values = {key: getattr(shape, field) for field, key in family.keys.items()}
+    values = {key: getattr(shape, field) for field, key in family.keys.items() if field not in EXPERT_KEYS}
     activation = _WRITTEN[shape.activation]
     if family.name == "gpt2":
         return values | {"activation_function": "gelu_new" if shape.activation == "gelu-tanh" else activation}
@@ -112,7 +120,11 @@ def _written(shape: Model, family: Family) -> dict[str, Any]:
         values["hidden_activation"] = activation
     if family.name in ("qwen2", "qwen3"):
         values |= _written_window(shape)
-    return values | _written_rope(shape)
+    if family.name == "qwen3_moe":
+        values |= {"use_sliding_window": shape.window is not None, "sliding_window": shape.window}
+    if "experts" in family.keys:
+        values |= written_experts(shape, family.name, family.keys)
+    return values | written_rope(shape) | (written_latent(shape) if family.latent else {})
 
 
 def _computes(shape: Model) -> Model:
@@ -120,11 +132,11 @@ def _computes(shape: Model) -> Model:
     update: dict[str, Any] = dict.fromkeys(_TRAINING, 0.0)
     if shape.positions == "rope":
         update["max_positions"] = 1
-    return shape.model_copy(update=update)
+    return shape.model_copy(update=update | same_experts(shape))
 
 
-def _refuse(config: Mapping[str, Any]) -> None:
-    for key, fine in _ONLY.items():
+def _refuse(config: Mapping[str, Any], family: Family) -> None:
+    for key, fine in {**_ONLY, **family.only}.items():
         if config.get(key) not in fine:
             only = " or ".join(str(value) for value in fine if value is not None) or "absent"
             raise ConfigError(setting(key, config[key], "not an option of Shoal's decoder", f"it must be {only}"))
@@ -135,8 +147,9 @@ def _refuse(config: Mapping[str, Any]) -> None:
 
 
 def _value(config: Mapping[str, Any], family: Family, key: str) -> Any:
-    if (value := config.get(key)) is not None:
-        return value
+    for spelling in (key, family.spelled.get(key, key)):
+        if (value := config.get(spelling)) is not None:
+            return value
     if key not in family.defaults:
         raise ConfigError(f"config.json: {key} is missing; a {family.name} model needs it")
     # A key that is null is what the file says, where null means something: no window.
@@ -173,33 +186,3 @@ def _written_window(shape: Model) -> dict[str, Any]:
         "max_window_layers": shape.layers if shape.window is None else 0,
         "layer_types": [kind] * shape.layers,
     }
-
-
-def _read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _ROPE_KINDS:
-        raise ConfigError(setting("rope_type", kind, "not a kind that is built", f"one of {', '.join(_ROPE_KINDS)}"))
-    if kind == "default" or (kind == "linear" and rope.get("factor") == 1.0):
-        return {"rope_theta": theta}
-    if kind == "linear":
-        return {"rope_theta": theta, "rope_scaling": {"kind": kind, "factor": rope.get("factor")}}
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    if missing := [key for key in keys if key not in rope]:
-        raise ConfigError(f"config.json: {missing[0]} is missing; rotary positions of type llama3 need it")
-    values = {key: rope[key] for key in keys[:3]}
-    return {"rope_theta": theta, "rope_scaling": {"kind": kind, **values, "original_positions": rope[keys[3]]}}
-
-
-def _written_rope(shape: Model) -> dict[str, Any]:
-    return {"rope_theta": shape.rope_theta, "rope_scaling": shape.rope_scaling and _written_scaling(shape.rope_scaling)}
-
-
-def _written_scaling(scaling: RopeScaling) -> dict[str, Any]:
-    written: dict[str, Any] = {"rope_type": scaling.kind, "type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        written["low_freq_factor"] = scaling.low_freq_factor
-        written["high_freq_factor"] = scaling.high_freq_factor
-        written["original_max_position_embeddings"] = scaling.original_positions
-    return written

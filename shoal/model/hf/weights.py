@@ -36,14 +36,15 @@ class Weights:
         self.model: Model = read_model(self.config)
         self.family: Family = family_of(self.config)
         found = tensors_of(folder)
-        if len(found) < self.model.layers:  # and no module is made of a number that a stranger wrote
-            raise self._unfit(folder, f"{len(found)} tensors are not the {self.model.layers} layers of {CONFIG}")
+        for many, what in ((self.model.layers, "layers"), (self.model.experts, "experts")):
+            if len(found) < many:  # and no module is made of a number that a stranger wrote
+                raise self._unfit(folder, f"{len(found)} tensors are not the {many} {what} of {CONFIG}")
         try:
             self.shapes = logical_shapes(self.model)
         except (RuntimeError, TypeError) as error:  # what torch raises for a size that overflows
             raise self._unfit(folder / CONFIG, f"sizes that no tensor can have: {error}") from None
         self._found: dict[str, OnDisk] = {with_prefix(self.family, key): tensor for key, tensor in found.items()}
-        stored = stored_tensors(self.family, self.shapes)
+        stored = stored_tensors(self.family, self.shapes, self.model)
         self._check(stored)
         self._stored = {part: one for one in stored for part, _ in one.parts}
         self.dtypes = {part: DTYPES[self._found[one.name].dtype] for part, one in self._stored.items()}
@@ -51,8 +52,13 @@ class Weights:
     def read(self, name: str, box: Box) -> Tensor:
         """The ``box`` of the logical tensor ``name``, in its dtype, on the CPU."""
         stored = self._stored[name]
-        part = self._found[stored.name].read(stored.region(name, box))
-        return part.t() if stored.transposed else part
+        order = stored.order(name, box[0]) if box else None
+        if order is None or not len(order):
+            part = self._found[stored.name].read(stored.region(name, box))
+            return part.t() if stored.transposed else part
+        first = int(order.min())
+        around = ((first, int(order.max()) + 1), *box[1:])
+        return self._found[stored.name].read(stored.region(name, around))[order - first]
 
     def check_tied(self) -> None:
         """Raise :class:`CheckpointError` where a model whose head is tied has one of its own all the same, with other
@@ -81,7 +87,7 @@ class Weights:
                 raise self._unfit(tensor.file, f"{one.name} is {tensor.dtype}, which is not one of {', '.join(DTYPES)}")
         wanted = {one.name for one in stored} | ({f"{HEAD}.weight"} if self.model.tied else set())
         for name, tensor in self._found.items():
-            if name not in wanted and not is_ignored(self.family, name):
+            if name not in wanted and not is_ignored(self.family, name, self.model.layers):
                 raise self._unfit(tensor.file, f"{name} {list(tensor.shape)} has no place in the model of {CONFIG}")
 
     @staticmethod
