@@ -195,15 +195,14 @@ def _next(config: Config, folder: Path, step: int, layout: str, written: Sequenc
         yield "a folder for transformers", f"shoal export {name} {name}-hf"
     plan = _compared(Layout.parse(layout), config.data.batch)
     if plan is not None:
-        yield (
-            f"proof that {'this' if str(plan) == layout else 'another'} layout computes the same",
-            (f"shoal verify {name}/run.toml --layout {shlex.quote(str(plan))}"),
-        )
+        yield "proof that a layout computes it", f"shoal verify {name}/run.toml --layout {shlex.quote(str(plan))}"
 
 
 def _compared(layout: Layout, batch: int) -> Layout | None:
-    """What to compare with one process: the run's own layout, or of one that is one process itself two replicas; None
-    where the batch cannot be halved."""
+    """What to compare with one process: the run's own layout, as exact as verify asks for; or, of a run that is one
+    process itself, two replicas; None where the batch cannot be halved."""
+    exact = layout.dtype if layout.dtype in ("float32", "float64") else "float64"
+    layout = replace(layout, dtype=exact, half_grads=False, int8_gather=False, int8_reduce=False)
     if str(replace(layout, dtype=Layout.dtype)) != "dp=1":
         return layout
     return replace(layout, dp=2) if batch % 2 == 0 else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +26,7 @@ import torch.distributed as dist
 from shoal.comm.process import die_with, keep_freed_memory
 from shoal.comm.world import TIMEOUT_S, World, pick_device
 from shoal.errors import RankFailed, ShoalError
+from shoal.train.temporary import temporary_folder
 
 _GRACE_S = 0.5
 _LAST_WORDS_S = 2.0
@@ -78,8 +77,8 @@ class Pool:
         ranks = self.size if ranks is None else ranks
         assert 0 < ranks <= self.size
         self._start()
-        with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-            meeting = str(Path(folder) / "store")
+        with temporary_folder("meeting") as folder:
+            meeting = str(folder / "store")
             try:
                 for rank, (_, pipe) in enumerate(self._workers[:ranks]):
                     pipe.send(rank)

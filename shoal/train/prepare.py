@@ -3,7 +3,6 @@ packages it asks for, and a checkpoint that it may go on from."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from shoal.train.resume import check_left, find_newest
 from shoal.train.samples import open_splits
 from shoal.train.setup import Source, swap_folder
 from shoal.train.start import check_start, tokenizer_of
+from shoal.train.temporary import temporary_folder
 
 Progress = Callable[[str, int, int], None]
 """(what is being done, bytes done, bytes in all)."""
@@ -100,11 +100,11 @@ def make_store(
     trained on the text. Raises :class:`~shoal.errors.DataError`."""
     check_free(out, overwrite=overwrite)
     corpus = Corpus.find(text, field=field, separator=separator)
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+    with temporary_folder("tokenizer") as folder:
         if tokenizer is None:
             assert vocab is not None, "either a tokenizer or the size of one to train"
             progress(f"training a tokenizer on {text}", 0, corpus.size)
-            tokenizer = Path(folder) / "tokenizer.json"
+            tokenizer = folder / "tokenizer.json"
             train_tokenizer(corpus, vocab, template).save(str(tokenizer))
             progress(f"training a tokenizer on {text}", corpus.size, corpus.size)
         return tokenize(

@@ -22,7 +22,6 @@ in the tensor in which it is furthest. Before the first update nothing is amplif
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
@@ -47,6 +46,7 @@ from shoal.train.pool import Pool
 from shoal.train.reference import PlainTrainer
 from shoal.train.served import ServedTrainer
 from shoal.train.setup import fit, learning_rate, make_engine, make_model, materialise_alone, open_data
+from shoal.train.temporary import temporary_folder
 
 STEPS = 5
 _ROUNDED = "rounded"
@@ -122,8 +122,7 @@ def verify(config: Config, layout: Layout, pool: Pool, steps: int = STEPS) -> Re
         problem = "what int8 blocks round away would hide what verify is to find"
         legal = f"verify the same without, zero={value_text(exact, 'zero')}: it differs by that rounding alone"
         raise LayoutError(setting("layout.zero", value_text(layout, "zero"), problem, legal))
-    with tempfile.TemporaryDirectory(prefix="shoal-verify-") as name:
-        folder = Path(name)
+    with temporary_folder("verify") as folder:
         exact = replace(layout, dtype="float64")
         (truth,) = pool.run(run_reference, config, exact, steps, folder, ranks=1)
         if layout != exact:
