@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -24,16 +25,22 @@ def report(
     memory: Annotated[
         bool, typer.Option("--memory", help="show what a step held; default: where there is that and no trace")
     ] = False,
+    experts: Annotated[
+        bool, typer.Option("--experts", help="show how evenly experts were loaded, over all steps of a run")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Lay a step of a traced run over its simulation: where it took longer, and what ranks waited for. Or show what a
-    step held on each rank, by phase, and what it was for.
+    step held on each rank, by phase, and what it was for; or the load of experts over time.
 
     shoal train --trace writes the trace. The simulation runs the same program with the times of passes and messages as
     the trace has them. shoal train --memory measures a step.
 
     Example: shoal report out/quickstart --out out/quickstart/report.svg
     """
+    if experts:
+        _report_experts(run, out, json=json)
+        return
     if memory or _has_memory_alone(run):
         _report_memory(run, out, json=json)
         return
@@ -85,3 +92,22 @@ def _report_memory(run: Path, out: Path | None, *, json: bool) -> None:
     if out is not None:
         console.print(f"\npicture: {escape(str(out))}")
     tell_next(next_steps(found, run, drawn=out is not None))
+
+
+def _report_experts(run: Path, out: Path | None, *, json: bool) -> None:
+    from shoal.report.expert_load import load_report, picture_path, read_loads, write_picture
+
+    if out is not None:
+        picture_path(out)
+    seen = read_loads(run)
+    if out is not None:
+        write_picture(seen, out)
+    if json:
+        typer.echo(jsonlib.dumps(seen.as_json()))
+        return
+    console.print(load_report(seen), soft_wrap=False)
+    if out is not None:
+        console.print(f"picture: {escape(str(out))}")
+    else:
+        again = shlex.quote(str(run))
+        tell_next([("a picture of this", f"shoal report {again} --experts --out {again}/experts.svg")])

@@ -53,7 +53,8 @@ class ConsoleSink:
             case "dropped":
                 self._print(
                     f"  [bold yellow]experts dropped {values['share']:.0%} of their tokens[/] in step "
-                    f"{values['step']}: model.capacity = {values['capacity']} leaves no room for them; use 1.25 or more, or leave it out"
+                    f"{values['step']}: model.capacity = {values['capacity']} leaves no room for them; "
+                    "use 1.25 or more, or leave it out"
                 )
             case "evaluation":
                 batches = f"{values['batches']} batch" + ("es" if values["batches"] != 1 else "")

@@ -1,7 +1,8 @@
 """Where the numbers of a run go: a JSON-lines file always, TensorBoard and Weights & Biases if asked.
 
 A sink takes events: "start", "step", "skipped", "dropped", "evaluation", "checkpoint", "sample", "trace", "end", each
-with its values. Only the first rank has sinks. A tracker that fails is dropped with a warning: it must never stop a run.
+with its values. Only the first rank has sinks. A tracker that fails is dropped with a warning: it must never stop a
+run.
 """
 
 from __future__ import annotations
