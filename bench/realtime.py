@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,18 @@ from pathlib import Path
 PRIORITY = 10
 PATIENCE_S = 5
 """For how long a thread may run without ever waiting: one that spins would take the machine from everyone."""
+
+SHARE = 0.1
+"""Of its time, what a process under real-time scheduling leaves to others (:func:`rest`): twice what they are due."""
+
+
+def rest(busy_s: float) -> None:
+    """Leave the processor to others for their share of the ``busy_s`` seconds since the last rest.
+
+    The kernel gives ordinary processes 50 ms of each second, whatever the priority of those that keep them waiting: if
+    not between two timed steps, then in the middle of one.
+    """
+    time.sleep(SHARE * busy_s)
 
 
 @contextmanager
