@@ -38,6 +38,7 @@ def scheduling(realtime: bool, *, ahead: int = 1) -> Iterator[None]:
     if realtime:
         limits = resource.getrlimit(resource.RLIMIT_RTTIME)
         resource.setrlimit(resource.RLIMIT_RTTIME, (PATIENCE_S * 1_000_000, limits[1]))
+        before = os.sched_getscheduler(0), os.sched_getparam(0)
         for thread in _threads():
             priority = PRIORITY + ahead * (thread != os.getpid())
             os.sched_setscheduler(thread, os.SCHED_FIFO, os.sched_param(priority))
@@ -46,7 +47,7 @@ def scheduling(realtime: bool, *, ahead: int = 1) -> Iterator[None]:
     finally:
         if realtime:
             for thread in _threads():
-                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+                os.sched_setscheduler(thread, *before)
             resource.setrlimit(resource.RLIMIT_RTTIME, limits)
 
 
