@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,18 @@ from pathlib import Path
 PRIORITY = 10
 PATIENCE_S = 5
 """For how long a thread may run without ever waiting: one that spins would take the machine from everyone."""
+
+SHARE = 0.1
+"""Of its time, what a process under real-time scheduling leaves to others (:func:`rest`): twice what they are due."""
+
+
+def rest(busy_s: float) -> None:
+    """Leave the processor to others for their share of the ``busy_s`` seconds since the last rest.
+
+    The kernel gives ordinary processes 50 ms of each second, whatever the priority of those that keep them waiting: if
+    not between two timed steps, then in the middle of one.
+    """
+    time.sleep(SHARE * busy_s)
 
 
 @contextmanager
@@ -27,6 +40,7 @@ def scheduling(realtime: bool, *, ranks: int = 1, ahead: int = 1) -> Iterator[No
     if realtime:
         limits = resource.getrlimit(resource.RLIMIT_RTTIME)
         resource.setrlimit(resource.RLIMIT_RTTIME, (PATIENCE_S * 1_000_000, limits[1]))
+        before = os.sched_getscheduler(0), os.sched_getparam(0)
         for thread in _threads():
             priority = PRIORITY + ahead * (thread != os.getpid())
             os.sched_setscheduler(thread, os.SCHED_FIFO, os.sched_param(priority))
@@ -35,7 +49,7 @@ def scheduling(realtime: bool, *, ranks: int = 1, ahead: int = 1) -> Iterator[No
     finally:
         if realtime:
             for thread in _threads():
-                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+                os.sched_setscheduler(thread, *before)
             resource.setrlimit(resource.RLIMIT_RTTIME, limits)
 
 

@@ -64,7 +64,7 @@ def start_all_gather(out: Tensor, part: Tensor, group: Group, purpose: str) -> P
     if group.backend is None:
         return Pending(None)
     group.ledger.record("all_gather", out.numel(), group.size, group.axis, purpose)
-    return Pending(group.backend.all_gather(parts), group, purpose)
+    return Pending(group.backend.all_gather(parts, part), group, purpose)
 
 
 def start_reduce_scatter(out: Tensor, tensor: Tensor, group: Group, purpose: str) -> Pending:

@@ -1,4 +1,8 @@
-"""The norm of all gradients, of which each rank adds up what it has: every logical element once."""
+"""The norm of all gradients, of which each rank adds up what it has: every logical element once.
+
+Where all ranks have all of them, each adds up its share, and they add those: one number on its way costs less than a
+pass over all gradients.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,9 @@ class Norm:
 
     def __init__(self, flats: Sequence[Flat], mesh: Mesh) -> None:
         self._squares = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
-        self._group = _fewest(flats, mesh)
+        self._group = mesh.world.everyone
+        self._alike = _all_alike(flats, mesh)
+        """Whether every rank has every sum."""
 
     def begin(self) -> None:
         """Nothing has been added."""
@@ -28,12 +34,18 @@ class Norm:
 
     def add(self, flat: Flat, mains: Sequence[Main]) -> None:
         """A bucket's sums are there. An element of which several ranks tell the norm counts once between them."""
-        squares, alone = self._squares, self._group.size == 1
-        if flat.buffered:
+        squares, group = self._squares, self._group
+        if flat.buffered and self._alike:
+            size = flat.bucket.high - flat.bucket.low
+            start, stop = (size * place // group.size for place in (group.index, group.index + 1))
+            for _, part in flat.pieces("gradient", start, stop):
+                squares += squared_norm(part).to(squares.device)
+        elif flat.buffered:
             for start, stop, division in flat.bucket.own_ranges():
                 for _, part in flat.pieces("gradient", start, stop):
-                    squares += squared_norm(part).to(squares.device) / (1 if alone else len(division.same))
-        elif alone:
+                    squares += squared_norm(part).to(squares.device) / len(division.same)
+        elif self._alike:
+            assert group.size == 1, "gradients that are shared are in a buffer"
             squares += squared_norm(*(main.gradient for main in mains))
         else:
             for main in mains:
@@ -42,7 +54,7 @@ class Norm:
 
     def find(self, group: Group | None = None) -> float:
         """The norm of all that has been added, or of what the ranks of ``group`` have."""
-        if group is None or self._group.size == 1:  # each rank has every sum
+        if group is None or self._alike:
             group = self._group
         return global_norm(self._squares, group)
 
@@ -58,10 +70,10 @@ class Norm:
         return squares, start_all_reduce(squares, self._group, "norm")
 
 
-def _fewest(flats: Sequence[Flat], mesh: Mesh) -> Group:
-    """The ranks that must add up to know the norm: this one alone, if every rank has every reduced gradient."""
+def _all_alike(flats: Sequence[Flat], mesh: Mesh) -> bool:
+    """Whether every rank has every reduced gradient."""
     world = mesh.world
     everything = all(len(each.division.same) == world.size for flat in flats for each in flat.bucket.own_ranges())
     agreed = torch.tensor([everything], dtype=torch.int64, device=world.device)
     all_reduce(agreed, world.everyone, "start", "min")
-    return mesh.over() if agreed.item() else world.everyone
+    return bool(agreed.item())

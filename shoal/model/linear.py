@@ -9,13 +9,11 @@ nothing more urgent to do. Without a sink a :class:`Linear` is ``nn.Linear``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 
 class Sink(Protocol):
@@ -56,7 +54,7 @@ def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+    return x.reshape(-1, x.shape[-1])
 
 
 def later(weight: Tensor, contribution: Callable[[], None]) -> bool:
@@ -110,8 +108,9 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        if torch.is_grad_enabled():  # as `once_differentiable` says, which takes as long as the rest of this
+            raise RuntimeError("a linear map whose gradient goes to a sink has no second derivative")
         (x,) = ctx.saved_tensors
         weight = ctx.weight
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad

@@ -77,6 +77,7 @@ def test_a_step_is_measured_above_that_of_the_same_turn() -> None:
     assert (one.wall, one.cpu, one.missed) == (pytest.approx(0.25), pytest.approx(0.25), False)
     growth = growth_of(duel, CASE, seen(times(10.0, 40.0)))
     assert (growth.wall, growth.missed) == (pytest.approx(1.1), True)
+    assert not growth_of(replace(duel, once=False), CASE, seen(times(10.0, 40.0))).missed
 
 
 @pytest.mark.parametrize(

@@ -104,12 +104,11 @@ def test_words_are_those_of_the_formula(
     one_way = (shard - 1) / shard * UNITS * padded
     across = 2 * (ranks // shard - 1) / (ranks // shard) * psi / shard  # this part, over the groups
     gathered = {"allreduce": 0.0, "zero1": 1.0, "zero2": 1.0, "zero3": 2 * count - (2 * count - 1) / UNITS}[kind]
-    alone = kind == "allreduce"
     sends = count if kind == "zero3" else 1
     expected = Words(
-        gradients=2 * (ranks - 1) / ranks * psi if alone else sends * one_way + across,
+        gradients=2 * (ranks - 1) / ranks * psi if kind == "allreduce" else sends * one_way + across,
         parameters=gathered * one_way,
-        norm=0.0 if alone else 2 * (ranks - 1) / ranks,
+        norm=2 * (ranks - 1) / ranks,
         without_gradients=one_way if kind == "zero3" else 0.0,
     )
     for by_case in received[ranks]:

@@ -113,3 +113,10 @@ def test_the_gradient_of_a_weight_from_its_two_factors(sink: bool) -> None:
     assert (found is None) == sink
     expected = torch.einsum("bto,bti->oi", grad, x)
     torch.testing.assert_close(adds.gradient if adds else found, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_a_sink_has_no_second_derivative() -> None:
+    layer, x = Linear(3, 2, bias=False), torch.randn(4, 3, requires_grad=True)
+    attach_sink(layer.weight, Adds(layer.weight))
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)

@@ -31,8 +31,9 @@ class Backend(Protocol):
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Work:
         """Reduce in place."""
 
-    def all_gather(self, parts: Sequence[Tensor]) -> Work:
-        """Fill the parts, which follow one another in one flat tensor, each from its rank. A rank's own is there."""
+    def all_gather(self, parts: Sequence[Tensor], own: Tensor | None = None) -> Work:
+        """Fill the parts, which follow one another in one flat tensor, each from its rank. A rank's own is there, and
+        in ``own`` too, if that is given: others may read it from either."""
 
     def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor]) -> Work:
         """Sum each of the parts, which follow one another in one flat tensor, for its rank, in a flat ``out`` that may

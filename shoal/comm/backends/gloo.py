@@ -39,7 +39,7 @@ class GlooGroup:
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Work:
         return started(self.group.allreduce([tensor], all_reduce_options(reduction)))
 
-    def all_gather(self, parts: Sequence[Tensor]) -> Work:
+    def all_gather(self, parts: Sequence[Tensor], own: Tensor | None = None) -> Work:
         parts = [part.view(torch.uint8) for part in parts]  # gloo moves numbers of a few dtypes
         if self.size <= FEW:
             return _All([self.broadcast(part, source) for source, part in enumerate(parts)])

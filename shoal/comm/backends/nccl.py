@@ -30,7 +30,7 @@ class NcclGroup:
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Work:
         return started(self._group.allreduce([tensor], all_reduce_options(reduction)))
 
-    def all_gather(self, parts: Sequence[Tensor]) -> Work:
+    def all_gather(self, parts: Sequence[Tensor], own: Tensor | None = None) -> Work:
         return started(self._group._allgather_base(whole(parts), parts[self._rank]))
 
     def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor]) -> Work:

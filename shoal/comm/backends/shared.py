@@ -47,9 +47,9 @@ class SharedGroup:
         posted = self.links.post(others, address, _bytes(flat))
         return _Sum(self.links, address, others, flat, flat, reduction, [posted], waits=True)
 
-    def all_gather(self, parts: Sequence[Tensor]) -> Work:
+    def all_gather(self, parts: Sequence[Tensor], own: Tensor | None = None) -> Work:
         address = self._next()
-        posted = self._post(self._others, address, parts[self.rank])
+        posted = self._post(self._others, address, parts[self.rank] if own is None else own)
         return self._receive(address, parts, [posted])
 
     def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor]) -> Work:
