@@ -12,5 +12,5 @@ def to_try(steps: Iterable[tuple[str, str]]) -> str:
     if not (listed := list(steps)):
         return ""
     width = max(len(what) for what, _ in listed) + 2
-    lines = (f"  {escape(what):<{width}}[bold]{escape(command)}[/]" for what, command in listed)
+    lines = (f"  {escape(f'{what:<{width}}')}[bold]{escape(command)}[/]" for what, command in listed)
     return "\n".join(["\nWhat to try next:", *lines])
