@@ -29,7 +29,9 @@ LATENTS = {
     "qk_rope_head_dim": 6,
     "v_head_dim": 7,
 }
+# Rows of an expert in float32 are of a multiple of 16 bytes, which transformers' grouped products need.
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "head_dim": 8}
+OLMOE_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 52}
 DEEPSEEK_EXPERTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -58,7 +60,7 @@ class Tiny:
                 "hidden_size": 24,
                 "num_attention_heads": 4,
                 "num_key_value_heads": 2,
-                "intermediate_size": 52,  # of float32, a multiple of 16 bytes, which their grouped products need
+                "intermediate_size": 50,
                 "max_position_embeddings": 64,
             }
         # Not near zero: what is left out must show.
@@ -77,11 +79,13 @@ TINY = {
     "qwen3": Tiny("qwen3", {"head_dim": 8}),
     "gemma": Tiny("gemma", {"head_dim": 8, "rms_norm_eps": 1e-5}),
     "qwen3-yarn": Tiny("qwen3", {"head_dim": 8, "rope_scaling": YARN}),
-    "mixtral": Tiny("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
+    "mixtral": Tiny(
+        "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "intermediate_size": 52}
+    ),
     "qwen3-moe": Tiny("qwen3_moe", QWEN_EXPERTS | {"norm_topk_prob": True}),
     "qwen3-moe-mixed": Tiny("qwen3_moe", QWEN_EXPERTS | {"mlp_only_layers": [0], "tie_word_embeddings": True}),
-    "olmoe": Tiny("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
-    "olmoe-normed": Tiny("olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "olmoe": Tiny("olmoe", OLMOE_EXPERTS),
+    "olmoe-normed": Tiny("olmoe", OLMOE_EXPERTS | {"norm_topk_prob": True}),
     "deepseek2": Tiny("deepseek_v2", LATENTS | DEEPSEEK_EXPERTS | {"q_lora_rank": None, "n_shared_experts": 2}),
     "deepseek2-groups": Tiny(
         "deepseek_v2",

@@ -5,7 +5,8 @@ the output matrix, and with it the embedding) have *columns*: heads, columns of 
 vocabulary. Its *second* ones (out, down) read those columns and write to the residual *stream*. Of the stream samples,
 positions and hidden features may each be divided; and of every weight the in-features, over ranks that have different
 rows of the activations. *Latents* have neither columns nor a place in the stream: what makes them has all their rows on
-every rank, and they enter whole into linears that have columns. :class:`Axes` says over which mesh axes, a subclass by which ports linears put blocks together.
+every rank, and they enter whole into linears that have columns. :class:`Axes` says over which mesh axes, a subclass by
+which ports linears put blocks together.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hf_folders import LLAMA_NAMES, TINY, VOCAB, edit_json, save_tiny, write_llama
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import processors
 from torch import Tensor
 from whole_runs import Shoal, events, refused, sets
@@ -139,22 +139,6 @@ def test_dtypes_stay_and_files_are_divided(name: str, tmp_path: Path) -> None:
     export_hf(tmp_path / "in", tmp_path / "half", quiet, dtype="float16")
     assert {tensor.dtype for tensor in tensors(tmp_path / "half").values()} == {torch.float16}
     assert json.loads((tmp_path / "half" / "config.json").read_bytes())["torch_dtype"] == "float16"
-
-
-def test_the_bias_of_a_gate_stays_exact_and_layers_after_the_last_are_left_out(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    save_tiny("deepseek3", tmp_path / "hf")
-    bias, further = "model.layers.1.mlp.gate.e_score_correction_bias", "model.layers.2.eh_proj.weight"
-    file = tmp_path / "hf" / "model.safetensors"
-    before = load_file(file)
-    save_file({**before, further: torch.ones(24, 48)}, file, {"format": "pt"})
-    import_hf(tmp_path / "hf", tmp_path / "in", quiet)
-    export_hf(tmp_path / "in", tmp_path / "out", quiet, dtype="bfloat16")
-    after = tensors(tmp_path / "out")
-    assert after.keys() == before.keys()
-    assert [name for name, tensor in after.items() if tensor.dtype != torch.bfloat16] == [bias]
-    assert torch.equal(after[bias], before[bias])
-    assert json.loads((tmp_path / "out" / "config.json").read_bytes())["num_nextn_predict_layers"] == 0
 
 
 def test_greedy_text_is_that_of_transformers_and_ends_where_it_ends(rounds: Callable[[str], Round]) -> None:
