@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,10 +60,24 @@ class Context:
     cache: Cache | None = None
     length: int = 0
     """How many positions a sample has, on all ranks that divide them together."""
+    held: int = 0
+    """How many of them are here before tensor parallelism divides them: all, or with their padding those of one rank of
+    context parallelism."""
+    places: Tensor | None = None
+    """Which positions of the sample those here are: int64 [positions here], those from ``length`` on being padding.
+    None for all of them, in order."""
+    documents: Tensor | None = None
+    """int64 [samples, length], where ``places`` are divided: of all positions."""
+    window: int | None = None
+    blocks: Any = None
+    """What attention does where positions are divided over ranks of context parallelism (:mod:`shoal.context`)."""
     samples: int = 0
     """How many there are, likewise."""
     newest: int | None = None
     """Of which of the positions here the logits are wanted; None for those of all."""
+
+    def __post_init__(self) -> None:
+        self.held = self.held or self.length
 
     @classmethod
     def of(
@@ -77,19 +92,25 @@ class Context:
     ) -> Context:
         """What a decoder of ``shape`` and ``dtype`` may know of a batch. Raises :class:`ConfigError` where that has
         more positions, with what the ``cache`` has seen, than the model has learned."""
-        positions, length = batch["positions"], batch["tokens"].shape[1]
+        tokens, positions = batch["tokens"], batch["positions"]
+        places, documents, held = batch.get("places"), batch.get("documents"), tokens.shape[1]
+        length = held if places is None else int(batch["length"])
         learned = shape.positions == "learned"
         if learned:
             check_room(shape, length if cache is None else cache.length)
         return cls(
             None if learned else rope_tables(positions, shape.head_dim, shape.rope_theta, dtype, shape.rope_scaling),
             positions if learned else None,
-            mask=attention_mask(batch["tokens"], batch.get("documents"), shape.window),
+            mask=attention_mask(tokens, documents, shape.window) if places is None else None,
             labels=batch.get("labels"),
             noise=noise,
             cache=cache,
             length=length,
-            samples=len(batch["tokens"]),
+            held=held,
+            places=places,
+            documents=None if places is None else documents,
+            window=shape.window,
+            samples=len(tokens),
             newest=length - 1 if newest else None,
         )
 

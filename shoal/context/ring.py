@@ -1,0 +1,140 @@
+"""Attention while keys and values go round a ring of ranks (Liu et al. 2023; zigzag: ring-flash-attention).
+
+Queries stay. At each hop a rank works on the keys and values that it has while the next ones come from its neighbour:
+K and V in one message, never repeated for the query heads that share them. No rank ever holds more than three ranks'
+share. Backward they go round once more; their gradients go with them a hop behind, gathering each rank's terms in
+float32 or wider, and from the last rank that has any straight home.
+
+Words that a rank receives, of S positions over P ranks, w elements of a key and a value together: (P − 1)/P·S·w
+forward; backward as many again and S·w of gradients. Less where a window or documents leave blocks empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from shoal.comm.collectives import start_exchange
+from shoal.comm.differentiable import Arriving
+from shoal.comm.world import Group
+from shoal.context.blocks import Result, Saved, attend, attend_backward
+from shoal.context.plan import Plan
+from shoal.meter import mark
+from shoal.purposes import COMMUNICATION
+
+PURPOSE = "context"
+
+
+def ring_attention(q_BKGQD: Tensor, k_BKQD: Tensor, v_BKQD: Tensor, plan: Plan, group: Group) -> Tensor:
+    """Attention of this rank's queries over the keys of all ranks of ``group``, [B, K, G, Q, D]."""
+    out: Tensor = _Ring.apply(q_BKGQD, k_BKQD, v_BKQD, plan, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Ring(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: Group) -> Tensor:
+        kv, result = torch.stack((k, v)), Result.of_nothing(q)
+        for _, source, there in _travel(kv, plan, group):
+            for block in plan.blocks[source]:
+                attend(q, there, block, plan.sight, result)
+        out = result.out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, result.lse)
+        ctx.plan, ctx.group = plan, group
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (q, kv, out, lse), plan, group = ctx.saved_tensors, ctx.plan, ctx.group
+        saved, exact = Saved(q, out, lse, grad), lse.dtype
+        dq = torch.zeros_like(q, dtype=exact)
+        going, home = Homeward(plan, group, kv.shape), None
+        for hop, source, there in _travel(kv, plan, group):
+            found = torch.zeros_like(there, dtype=exact)
+            for block in plan.blocks[source]:
+                attend_backward(saved, there, block, plan.sight, dq, found)
+            if (earlier := going.arrived()) is not None:
+                found += earlier
+            if hop == plan.hops[source] == 0:
+                home = found
+            going.start(hop, found)
+        going.arrived()
+        home = going.home if home is None else home
+        assert home is not None, "every rank has keys of its own"
+        dk, dv = home.to(kv.dtype)
+        return dq.to(q.dtype), dk, dv, None, None
+
+
+def _travel(kv: Tensor, plan: Plan, group: Group) -> Iterator[tuple[int, int, Tensor]]:
+    """The hop, and the place whose keys and values are here, as long as any are under way; the next ones are fetched
+    meanwhile."""
+    size, at, last = group.size, group.index, max(plan.hops)
+    for hop in range(last + 1):
+        source = (at - hop) % size
+        coming = _start_hop(kv, hop, plan, group) if hop < last else None
+        yield hop, source, kv
+        if coming is not None:
+            kv = coming.wait()
+
+
+def _start_hop(kv: Tensor, hop: int, plan: Plan, group: Group) -> Arriving[Tensor]:
+    """Begin to pass on what is here to the next rank, and to take in what the one before has, where they are needed
+    any further."""
+    size, at = group.size, group.index
+    given, taken = [0] * size, [0] * size
+    given[(at + 1) % size] = kv.numel() * (plan.hops[(at - hop) % size] > hop)
+    taken[(at - 1) % size] = kv[0].numel() * 2 * (plan.hops[(at - hop - 1) % size] > hop)
+    into = torch.empty_like(kv)
+    mark(COMMUNICATION, into)
+    pending = start_exchange(into.view(-1)[: sum(taken)], taken, kv.view(-1)[: sum(given)], given, group, PURPOSE)
+    return Arriving(pending, lambda: into)
+
+
+class Homeward:
+    """Gradients of keys and values on their way round the ring, each behind those that it is of, ``shape`` each."""
+
+    def __init__(self, plan: Plan, group: Group, shape: torch.Size) -> None:
+        self._plan, self._group, self._shape = plan, group, shape
+        self._coming: Arriving[Tensor | None] | None = None
+        self.home: Tensor | None = None
+        """Those of this rank's own keys and values, once they have come."""
+
+    def start(self, hop: int, found: Tensor) -> None:
+        """Begin to pass on those ``found`` at this hop: to the next rank, or home from the last that has any."""
+        size, at, hops = self._group.size, self._group.index, self._plan.hops
+        if max(hops) == 0:
+            return
+        source, words = (at - hop) % size, found.numel()
+        given, taken = [0] * size, [0] * size
+        if hop < hops[source]:
+            given[(at + 1) % size] = words
+        elif hop == hops[source] > 0:
+            given[source] = words
+        passed_on = hop < hops[(source - 1) % size]
+        comes_home = hop == hops[at] > 0
+        before, last = (at - 1) % size, (at + hop) % size
+        taken[before] += words * passed_on
+        taken[last] += words * comes_home
+        into = found.new_empty(sum(taken))
+        mark(COMMUNICATION, into)
+        out = found.view(-1)[: sum(given)]
+        pending = start_exchange(into, taken, out, given, self._group, PURPOSE)
+
+        def arrange() -> Tensor | None:
+            parts = dict(zip([place for place in range(size) if taken[place]], into.split(words), strict=True))
+            if comes_home:
+                self.home = parts[last].view(self._shape)
+            return parts[before].view(self._shape) if passed_on else None
+
+        self._coming = Arriving(pending, arrange)
+
+    def arrived(self) -> Tensor | None:
+        """Those that the rank before has passed on at the last hop, if it has."""
+        coming, self._coming = self._coming, None
+        return None if coming is None else coming.wait()
