@@ -54,7 +54,7 @@ class _Ring(Function):
         (q, kv, out, lse), plan, group = ctx.saved_tensors, ctx.plan, ctx.group
         saved, exact = Saved(q, out, lse, grad), lse.dtype
         dq = torch.zeros_like(q, dtype=exact)
-        going, home = Homeward(plan, group, kv.shape), None
+        going, home = Homeward(plan, group), None
         for hop, source, there in _travel(kv, plan, group):
             found = torch.zeros_like(there, dtype=exact)
             for block in plan.blocks[source]:
@@ -97,10 +97,10 @@ def _start_hop(kv: Tensor, hop: int, plan: Plan, group: Group) -> Arriving[Tenso
 
 
 class Homeward:
-    """Gradients of keys and values on their way round the ring, each behind those that it is of, ``shape`` each."""
+    """Gradients of keys and values on their way round the ring, each behind those that it is of."""
 
-    def __init__(self, plan: Plan, group: Group, shape: torch.Size) -> None:
-        self._plan, self._group, self._shape = plan, group, shape
+    def __init__(self, plan: Plan, group: Group) -> None:
+        self._plan, self._group = plan, group
         self._coming: Arriving[Tensor | None] | None = None
         self.home: Tensor | None = None
         """Those of this rank's own keys and values, once they have come."""
@@ -121,16 +121,17 @@ class Homeward:
         before, last = (at - 1) % size, (at + hop) % size
         taken[before] += words * passed_on
         taken[last] += words * comes_home
-        into = found.new_empty(sum(taken))
+        senders = [place for place in range(size) if taken[place]]
+        into = found.new_empty((len(senders), *found.shape))
         mark(COMMUNICATION, into)
         out = found.view(-1)[: sum(given)]
-        pending = start_exchange(into, taken, out, given, self._group, PURPOSE)
+        pending = start_exchange(into.view(-1), taken, out, given, self._group, PURPOSE)
 
         def arrange() -> Tensor | None:
-            parts = dict(zip([place for place in range(size) if taken[place]], into.split(words), strict=True))
+            parts = dict(zip(senders, into, strict=True))
             if comes_home:
-                self.home = parts[last].view(self._shape)
-            return parts[before].view(self._shape) if passed_on else None
+                self.home = parts[last]
+            return parts[before] if passed_on else None
 
         self._coming = Arriving(pending, arrange)
 
