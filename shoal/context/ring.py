@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shoal.comm.collectives import start_exchange
+from shoal.comm.collectives import Pending, start_exchange
 from shoal.comm.differentiable import Arriving
 from shoal.comm.world import Group
 from shoal.context.blocks import Result, Saved, attend, attend_backward
@@ -75,25 +75,25 @@ def _travel(kv: Tensor, plan: Plan, group: Group) -> Iterator[tuple[int, int, Te
     """The hop, and the place whose keys and values are here, as long as any are under way; the next ones are fetched
     meanwhile."""
     size, at, last = group.size, group.index, max(plan.hops)
+    rooms = [torch.empty_like(kv) for _ in range(min(last, 2))]
+    mark(COMMUNICATION, *rooms)
     for hop in range(last + 1):
-        source = (at - hop) % size
-        coming = _start_hop(kv, hop, plan, group) if hop < last else None
+        source, room = (at - hop) % size, rooms[hop % 2] if hop < last else None
+        coming = None if room is None else _start_hop(kv, room, hop, plan, group)
         yield hop, source, kv
-        if coming is not None:
-            kv = coming.wait()
+        if coming is not None and room is not None:
+            coming.wait()
+            kv = room
 
 
-def _start_hop(kv: Tensor, hop: int, plan: Plan, group: Group) -> Arriving[Tensor]:
+def _start_hop(kv: Tensor, into: Tensor, hop: int, plan: Plan, group: Group) -> Pending:
     """Begin to pass on what is here to the next rank, and to take in what the one before has, where they are needed
     any further."""
     size, at = group.size, group.index
     given, taken = [0] * size, [0] * size
     given[(at + 1) % size] = kv.numel() * (plan.hops[(at - hop) % size] > hop)
-    taken[(at - 1) % size] = kv[0].numel() * 2 * (plan.hops[(at - hop - 1) % size] > hop)
-    into = torch.empty_like(kv)
-    mark(COMMUNICATION, into)
-    pending = start_exchange(into.view(-1)[: sum(taken)], taken, kv.view(-1)[: sum(given)], given, group, PURPOSE)
-    return Arriving(pending, lambda: into)
+    taken[(at - 1) % size] = kv.numel() * (plan.hops[(at - hop - 1) % size] > hop)
+    return start_exchange(into.view(-1)[: sum(taken)], taken, kv.view(-1)[: sum(given)], given, group, PURPOSE)
 
 
 class Homeward:
