@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.backends import Reduction
+from shoal.context.interpreter import OverPositions
+from shoal.context.zigzag import Division
 from shoal.data_parallel.allreduce import AllReduce
 from shoal.data_parallel.buckets import BUCKET_BYTES
 from shoal.data_parallel.server import Server
@@ -32,7 +34,8 @@ from shoal.memory.homes import Homes
 from shoal.memory.on_disk import OnDisk
 from shoal.memory.on_host import OnHost
 from shoal.memory.recompute import recompute_attention, recomputed
-from shoal.mesh import Mesh
+from shoal.mesh import Coords, Mesh
+from shoal.model.context import Batch
 from shoal.model.roles import RoleTable, role_of
 from shoal.model.task import PlainTask, Task
 from shoal.optim.treatment import Treat
@@ -150,8 +153,26 @@ def _check_buffers(layout: Layout, layers: Sequence[tuple[str, nn.Module]], stag
 
 
 def interpreter_of(layout: Layout, roles: RoleTable) -> Interpreter:
-    """``tp``, ``ep`` and ``etp``: who answers for each role."""
-    tensor, experts = _tensor_interpreter(layout, roles), max((role.experts for role in roles.values()), default=0)
+    """``tp``, ``cp``, ``ep`` and ``etp``: who answers for each role."""
+    inner = _with_experts(layout, roles, _tensor_interpreter(layout, roles))
+    if layout.cp == 1:
+        return inner
+    if not roles:
+        problem = "the module has no role table that tells where attention is"
+        raise LayoutError(setting("layout.cp", layout.cp, problem, "use cp=1"))
+    return OverPositions(inner, Division(*layout.cp_grid), gather=layout.cp_kind == "gather")
+
+
+def part_of(layout: Layout, coords: Coords) -> Callable[[Batch], Batch]:
+    """``cp``: what of a micro-batch, whose samples all ranks of a replica have, the one at ``coords`` works on."""
+    if layout.cp == 1:
+        return lambda batch: batch
+    return partial(Division(*layout.cp_grid).part, index=coords["cp"])
+
+
+def _with_experts(layout: Layout, roles: RoleTable, tensor: Interpreter) -> Interpreter:
+    """Around the ``tensor`` interpreter, where there are experts, one that answers for them."""
+    experts = max((role.experts for role in roles.values()), default=0)
     if not experts:
         return tensor
     axes = tuple((name, size) for name, size in layout.axes if name != "pp")

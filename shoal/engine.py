@@ -17,6 +17,7 @@ from shoal.build import (
     held_units,
     homes_of,
     interpreter_of,
+    part_of,
     passes_of,
     programs_of,
     runs_of,
@@ -100,13 +101,14 @@ class Engine:
         """Writes down what this rank does, while it is told to."""
         self.mesh = Mesh(self.layout.axes, self.world)
         self._interpreter = interpreter_of(self.layout, self.task.roles)
+        self._part = part_of(self.layout, self.mesh.coords)
         self._open_groups()
         self._apply()
 
     def _open_groups(self) -> None:
         """The groups of ranks that work together otherwise than on a parameter."""
         mesh, tensor, apart = self.mesh, self.layout.tensor_names, self._interpreter.loss_axes
-        axes = (("pp",), ("dp", "cp"), ("pp", *tensor), ("pp", "dp", "cp", *apart))
+        axes = (("pp",), ("dp", "cp"), ("pp", "cp", *tensor), ("pp", "dp", "cp", *apart))
         mesh.open_groups({mesh.ranks_over(*names) for names in (*axes, apart, *((name,) for name in tensor))})
         self._pipeline, self._replicas, self._replica, self._losses = (mesh.over(*names) for names in axes)
         self._lines = Lines.over(lambda channel: mesh.over("pp", channel=channel))
@@ -180,11 +182,11 @@ class Engine:
         """One optimizer step over this data-parallel rank's samples of the whole step (dim 0 of every tensor).
 
         They are divided over the layout's micro-batches in order; :class:`LayoutError` when they cannot be. All ranks
-        of a replica (its stages, its tensor-parallel ranks) are given the same samples. Returns the newest result:
-        that of this step, or, under an asynchronous schedule, of the newest one that has finished, None before the
-        first has. :meth:`finished` has them all.
+        of a replica (its stages, its context- and tensor-parallel ranks) are given the same samples. Returns the newest
+        result: that of this step, or, under an asynchronous schedule, of the newest one that has finished, None before
+        the first has. :meth:`finished` has them all.
         """
-        batches = micro_batches(batch, self.layout.mb, self.world.device)
+        batches = micro_batches(batch, self.layout.mb, self.world.device, self._part)
         self._check_whole()
         if not self._samples_checked:
             check_same(batch, self._replica, self.world.device)
@@ -226,7 +228,7 @@ class Engine:
         self._finished = [result]
         return result
 
-    def _begin_step(self, flow: Flow | Behind, batches: list[dict[str, Tensor]]) -> StepResult | None:
+    def _begin_step(self, flow: Flow | Behind, batches: list[Batch]) -> StepResult | None:
         contexts = self._contexts(seed=self.seed, step=self.steps_done, train=True)
         try:
             flow.step(self.steps_done, batches, weights_of(self.task, batches, self.world.device), contexts)
@@ -251,7 +253,7 @@ class Engine:
     def evaluate(self, batch: Batch) -> tuple[float, float]:
         """(summed loss, weight) over the samples of all ranks, without training; batches add up before dividing."""
         self.drain()
-        batches = micro_batches(batch, self.layout.mb, self.world.device)
+        batches = micro_batches(batch, self.layout.mb, self.world.device, self._part)
         with self._forward_only():
             loss = self._executor.run(self._programs.evaluate, batches, self._contexts())
         weight = weights_of(self.task, batches, self.world.device).sum()

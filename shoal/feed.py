@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import chain
 
@@ -17,8 +17,11 @@ from shoal.model.context import Batch
 from shoal.model.task import Task
 
 
-def micro_batches(batch: Batch, count: int, device: torch.device) -> list[dict[str, Tensor]]:
-    """The samples of ``batch`` (dim 0 of every tensor) on ``device``, ``count`` equal parts in order.
+def micro_batches(
+    batch: Batch, count: int, device: torch.device, part: Callable[[Batch], Batch] = lambda whole: whole
+) -> list[Batch]:
+    """The samples of ``batch`` (dim 0 of every tensor) on ``device``, ``count`` equal parts in order; of each what
+    ``part`` makes of it.
 
     Raises :class:`ConfigError` for what is not a batch, and :class:`LayoutError` where it cannot be divided.
     """
@@ -37,7 +40,7 @@ def micro_batches(batch: Batch, count: int, device: torch.device) -> list[dict[s
         )  # fmt: skip
     here = {name: _bring(tensor, device) for name, tensor in batch.items()}
     size = samples // count
-    return [{name: tensor[i * size : (i + 1) * size] for name, tensor in here.items()} for i in range(count)]
+    return [part({name: tensor[i * size : (i + 1) * size] for name, tensor in here.items()}) for i in range(count)]
 
 
 def _bring(tensor: Tensor, device: torch.device) -> Tensor:
@@ -64,8 +67,8 @@ def check_same(batch: Batch, group: Group, device: torch.device) -> None:
     parts = ((name.encode(), batch[name].detach().cpu().contiguous()) for name in sorted(batch))
     if not _same(chain.from_iterable((name, _bytes(tensor)) for name, tensor in parts), group, device):
         raise ConfigError(
-            "Engine: the ranks of one replica were given different samples; its pipeline stages and tensor-parallel "
-            'ranks, which share engine.mesh.coords["dp"], take the same batch'
+            "Engine: the ranks of one replica were given different samples; its pipeline stages, context- and "
+            'tensor-parallel ranks, which share engine.mesh.coords["dp"], take the same batch'
         )
 
 

@@ -240,7 +240,7 @@ def refuses(world: World, name: str, line: str) -> str:
         ("chain", "tp=2:1d-sp", "layout.tp = 2: the module has no role table; use tp=1"),
         ("mlp", "pp=2", "layout.pp = 2: 2 stages are more than the model's 1 layers; use pp=1"),
         ("chain", "pp=2{layers=4/3}", "layout.pp layers = 4/3: the model has 8 blocks for 2 stages; use 2 numbers"),
-        ("chain", "cp=2", "layout.cp = 2: context parallelism ring is not built yet; built: dp, mb, zero=1|2|3, "),
+        ("chain", "cp=2", "layout.cp = 2: the module has no role table that tells where attention is; use cp=1"),
     ],
 )
 def test_a_module_that_a_layout_does_not_fit_is_refused_on_every_rank(

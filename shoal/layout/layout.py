@@ -43,6 +43,7 @@ BUILT: dict[str, tuple[str, ...]] = {
         "pipedream-vertical",
         "2bw",
     ),
+    "cp": ("ring", "ulysses", "gather", "UxR"),
     "ep": ("",),
     "etp": ("",),
     "recompute": ("selective", "full"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,15 +62,27 @@ class Context:
     cache: Cache | None = None
     length: int = 0
     """How many positions a sample has, on all ranks that divide them together."""
+    held: int = 0
+    """How many of them are here before tensor parallelism divides them: all, or with their padding those of one rank of
+    context parallelism."""
+    places: Tensor | None = None
+    """Which positions of the sample those here are: int64 [positions here], those from ``length`` on being padding.
+    None for all of them, in order."""
+    documents: Tensor | None = None
+    """int64 [samples, length], where ``places`` are divided: of all positions."""
+    window: int | None = None
+    blocks: Any = None
+    """What attention does where positions are divided over ranks of context parallelism (:mod:`shoal.context`)."""
     samples: int = 0
     """How many there are, likewise."""
     newest: int | None = None
     """Of which of the positions here the logits are wanted; None for those of all."""
-    places: Tensor | None = None
-    """int64 [positions here]: which positions of the whole samples these are; None for all of them in order."""
     counted: Tensor | None = None
     """int64 [samples]: by how many of its positions each of all samples counts in the loss."""
     beside: Beside = field(default_factory=Beside)
+
+    def __post_init__(self) -> None:
+        self.held = self.held or self.length
 
     @classmethod
     def of(
@@ -84,21 +97,29 @@ class Context:
     ) -> Context:
         """What a decoder of ``shape`` and ``dtype`` may know of a batch. Raises :class:`ConfigError` where that has
         more positions, with what the ``cache`` has seen, than the model has learned."""
-        positions, length = batch["positions"], batch["tokens"].shape[1]
-        learned, labels = shape.positions == "learned", batch.get("labels")
+        tokens, positions, labels = batch["tokens"], batch["positions"], batch.get("labels")
+        places, documents, held = batch.get("places"), batch.get("documents"), tokens.shape[1]
+        length = held if places is None else int(batch["length"])
+        learned, counted = shape.positions == "learned", batch.get("counted")
+        if counted is None and labels is not None:
+            counted = (labels != IGNORED).sum(1)
         if learned:
             check_room(shape, length if cache is None else cache.length)
         return cls(
             None if learned else rope_tables(positions, shape.turned_dim, shape.rope_theta, dtype, shape.rope_scaling),
             positions if learned else None,
-            mask=attention_mask(batch["tokens"], batch.get("documents"), shape.window),
+            mask=attention_mask(tokens, documents, shape.window) if places is None else None,
             labels=labels,
             noise=noise,
             cache=cache,
             length=length,
-            samples=len(batch["tokens"]),
+            held=held,
+            places=places,
+            documents=None if places is None else documents,
+            window=shape.window,
+            samples=len(tokens),
             newest=length - 1 if newest else None,
-            counted=None if labels is None else (labels != IGNORED).sum(1),
+            counted=counted,
         )
 
     def turn(self, x: Tensor) -> Tensor:

@@ -239,6 +239,8 @@ class Decoder(nn.Module):
         :class:`ConfigError` where the positions are more than the model has learned."""
         drops = train and self.shape.dropout > 0
         noise = Noise.of(seed, step, batch["sample"], batch["tokens"].shape[1]) if drops else None
+        if drops and "places" in batch:
+            noise = Noise.at(seed, step, batch["sample"], batch["places"])
         ends_first = chain(self.head.parameters(), self.embed.parameters(), self.blocks.parameters())
         dtype = next(ends_first).dtype  # to look through the blocks of other stages takes a per cent of a step
         return Context.of(self.shape, dtype, batch, noise, cache, newest=newest)

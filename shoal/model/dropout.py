@@ -45,9 +45,13 @@ class Noise:
     @classmethod
     def of(cls, seed: int, step: int, sample: Tensor, length: int, first: int = 0) -> Noise:
         """Keys for samples numbered ``sample`` (int64 [samples]) at positions ``first`` … ``first + length − 1``."""
+        return cls.at(seed, step, sample, torch.arange(first, first + length, device=sample.device))
+
+    @classmethod
+    def at(cls, seed: int, step: int, sample: Tensor, positions: Tensor) -> Noise:
+        """Keys for samples numbered ``sample`` (int64 [samples]) at ``positions`` (int64 [positions])."""
         key = blake2b(f"{seed}/{step}".encode(), digest_size=7).digest()
         samples = _mix(sample + int.from_bytes(key, "little"))
-        positions = torch.arange(first, first + length, device=sample.device)
         return cls(_mix(samples[:, None] + positions))
 
     def part(self, first: int, count: int) -> Noise:

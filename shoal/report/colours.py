@@ -41,11 +41,11 @@ class Colours:
         replicas = {self._replica(place) for place in coords}
         every_place, every_replica = len(places) == self._places, len(replicas) == self._replicas
         if self._places == self._replicas == 1:
-            return _hue(coords[0]["pp"], self._pipeline)
+            return hue(coords[0]["pp"], self._pipeline)
         if every_place and every_replica:
             return _GREY
         if self._places == 1:
-            return _hue(min(replicas), self._replicas)
+            return hue(min(replicas), self._replicas)
         shade = 0.5 if every_replica else (sum(replicas) / len(replicas) + 0.5) / self._replicas
         lightness = 0.92 - 0.24 * shade
         if every_place:
@@ -95,7 +95,7 @@ def _tone(places: int, number: float, of: float, lightness: float) -> tuple[floa
     return (lightness + 0.03, 0.8 * chroma) if round(number) % 2 else (lightness - 0.03, 1.2 * chroma)
 
 
-def _hue(place: int, places: int) -> str:
-    """Neighbours among many differ in lightness too."""
+def hue(place: int, places: int) -> str:
+    """The colour of one of so many places. Neighbours among many differ in lightness too."""
     lightness = 0.82 if places <= _FEW or place % 2 else 0.9
     return oklch(lightness, 0.09, _BLUE + 360 * place / places)

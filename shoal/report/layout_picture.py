@@ -13,6 +13,7 @@ from shoal.layout import Layout
 from shoal.report.colours import Colours
 from shoal.report.ownership import KINDS, Kind, Ownership, Section, Share
 from shoal.report.panels import Panel
+from shoal.report.position_strip import draw_positions
 from shoal.report.rank_map import Field
 from shoal.report.svg import CARD, FAINT, MUTED, Canvas, fitting, text_width, wrapped
 from shoal.report.where import NAMES
@@ -35,6 +36,8 @@ def layout_picture(owned: Ownership) -> str:
     canvas = Canvas()
     y = _head(canvas, owned, inside)
     y = _map(canvas, owned, colours, y, inside)
+    if owned.layout.cp > 1:
+        y = draw_positions(canvas, owned.layout, _MARGIN, y + 12, inside)
     for card in cards:
         y = card.draw(canvas, y, inside) + 16
     notes = "Numbers in boxes are the ranks that hold them. Sides grow with the square root of sizes."

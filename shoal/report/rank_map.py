@@ -105,12 +105,19 @@ def _tables(owned: Ownership, place: int) -> Iterator[_Table]:
         down = [axis for axis, _ in sides]
         for first in range(0, len(replicas), _ACROSS):
             columns = [ranks(replica, {}, down) for replica in replicas[first : first + _ACROSS]]
-            yield _Table("", "".join(down), "dp" * (len(replicas) > 1), first, list(zip(*columns, strict=True)))
+            yield _Table("", "".join(down), "·".join(_several(owned)), first, list(zip(*columns, strict=True)))
         return
     *outer, (row, _), (column, across) = sides
     for replica, *places in product(replicas, *(range(size) for _, size in outer)):
         fixed = {axis: at for (axis, _), at in zip(outer, places, strict=True)}
-        named = {"dp": replica} | fixed if len(replicas) > 1 else fixed
+        at = dict(zip(("dp", "cp"), divmod(replica, owned.layout.cp), strict=True))
+        named = {axis: at[axis] for axis in _several(owned)} | fixed
         title = ", ".join(f"{axis} {at}" for axis, at in named.items())
         cells = ranks(replica, fixed, (row, column))
         yield _Table(title, row, column, 0, [cells[at : at + across] for at in range(0, len(cells), across)])
+
+
+def _several(owned: Ownership) -> list[str]:
+    """The axes of replicas that have more than one place, where replicas are told apart."""
+    sizes = {"dp": owned.layout.dp, "cp": owned.layout.cp}
+    return [] if owned.is_part else [axis for axis, size in sizes.items() if size > 1]

@@ -12,6 +12,7 @@ from shoal.layout.kinds import SCHEDULES
 from shoal.layout.text import value_text
 from shoal.placement import Span
 from shoal.report.offload_words import offload_meaning
+from shoal.report.context_words import context_meaning
 from shoal.report.ownership import Section, Share
 from shoal.report.pipeline import ALIKE, PassTimes, Pipeline, clock, pipeline
 from shoal.report.tensor_words import tensor_meaning
@@ -91,9 +92,13 @@ def meaning(layout: Layout) -> Iterator[tuple[str, str, str]]:
         yield f"pp={value_text(layout, 'pp')}", _cut(layout), _pipeline_cost(layout)
     if layout.dp > 1:
         yield f"dp={layout.dp}", f"{layout.dp} replicas, each with its own samples", _sum_cost(layout)
+    if layout.cp > 1:
+        what, cost = context_meaning(layout)
+        summed = _sum_cost(layout) if layout.dp == 1 else ""
+        yield f"cp={value_text(layout, 'cp')}", what, "; ".join(filter(None, (cost, summed)))
     if layout.tp > 1:
         what, cost = tensor_meaning(layout)
-        summed = _sum_cost(layout) if layout.dp == 1 else ""  # over depth alone
+        summed = _sum_cost(layout) if layout.dp == layout.cp == 1 else ""  # over depth alone
         yield f"tp={value_text(layout, 'tp')}", what, "; ".join(filter(None, (cost, summed)))
     if layout.zero:
         yield f"zero={value_text(layout, 'zero')}", *_zero(layout)
@@ -170,8 +175,9 @@ def _sum_cost(layout: Layout) -> str:
 
 def _over(layout: Layout) -> str:
     """Which ranks hold the same, where that is more than replicas."""
-    depth = layout.alike > layout.dp * layout.cp
-    return f" over {'dp·depth' if layout.dp > 1 else 'depth'}" if depth else ""
+    sizes = {"dp": layout.dp, "cp": layout.cp, "depth": layout.alike // (layout.dp * layout.cp)}
+    several = [axis for axis, size in sizes.items() if size > 1]
+    return f" over {'·'.join(several)}" if set(several) - {"dp"} else ""
 
 
 def _twice(n: int) -> float:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import cast
 
+import torch
 from torch import nn
 
 from shoal.comm.differentiable import pad, part_size
@@ -160,7 +161,7 @@ class OnGrid(ABC):
 
     def see(self, ctx: Context) -> None:
         """A layer is about to run under ``ctx``."""
-        self.extent.positions, self.extent.samples = ctx.length, ctx.samples
+        self.extent.positions, self.extent.samples = ctx.held, ctx.samples
         self.extent.newest = ctx.newest is not None
 
     def localise(self, ctx: Context, coords: Coords) -> Context:
@@ -170,22 +171,31 @@ class OnGrid(ABC):
         axes = self.axes
         attended, stream = self._attended(coords), self._streamed(coords)
         rope, mask, labels, positions, noise = ctx.rope, ctx.mask, ctx.labels, ctx.positions, ctx.noise
-        newest = ctx.newest
+        newest, places, documents = ctx.newest, ctx.places, ctx.documents
         if attended.parts > 1:
+            documents = None if documents is None else attended.of_each(documents)
             rope = rope and (attended.of_each(rope[0]), attended.of_each(rope[1]))
             mask = None if mask is None else attended.of_each(mask)
             labels = None if labels is None else stream.of(labels, IGNORED)
             positions = None if positions is None else stream.of_each(positions)
             noise = noise and replace(noise, rows=stream.of(noise.rows))
         if axes.positions:
-            size = part_size(ctx.length, self.sizes[axes.positions])
+            size = part_size(ctx.held, self.sizes[axes.positions])
             first = coords[axes.positions] * size
+            if places is None:
+                known = positions if rope is None else rope[0]
+                places = torch.arange(first, first + size, device=None if known is None else known.device)
+            else:
+                places = pad(places[first : first + size], 0, size, ctx.length)
             positions = None if positions is None else pad(positions[:, first : first + size], 1, size)
             noise = noise and noise.part(first, size)
             newest = None if newest is None else newest % size
         if axes.hidden:
             noise = noise and replace(noise, block=coords[axes.hidden])
-        return replace(ctx, rope=rope, mask=mask, labels=labels, positions=positions, noise=noise, newest=newest)
+        return replace(
+            ctx, rope=rope, mask=mask, labels=labels, positions=positions, noise=noise, newest=newest,
+            places=places, documents=documents,
+        )  # fmt: skip
 
     def _whole(self, role: Role, module: str, parameter: str, shape: Sequence[int]) -> Rule:
         """All of it on every rank, which sees the same as the others unless it has rows or heads of its own."""
