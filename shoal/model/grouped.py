@@ -13,7 +13,7 @@ Axes in names: M rows, E experts, H hidden, F columns of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,17 +77,19 @@ class _ExpertOutputs(torch.autograd.Function):
         return grad_x, grad_gate_up, grad_down, None, None
 
 
-def _turns(counts: Sequence[int], x: Tensor, *weights: Tensor) -> list[tuple[slice, Sequence[int], tuple[Tensor, ...]]]:
+def _turns(
+    counts: Sequence[int], x: Tensor, *weights: Tensor
+) -> Iterator[tuple[slice, Sequence[int], tuple[Tensor, ...]]]:
     """What is taken at a time: rows, how many of each expert, and these experts' matrices [experts, out, in]."""
     matrices = [weight.unflatten(0, (len(counts), -1)) for weight in weights]
     if at_once(x):
-        return [(slice(0, len(x)), counts, tuple(matrices))]
-    found, start = [], 0
+        yield slice(0, len(x)), counts, tuple(matrices)
+        return
+    start = 0
     for count, *each in zip(counts, *matrices, strict=True):
         if count:
-            found.append((slice(start, start + count), (count,), tuple(one[None] for one in each)))
+            yield slice(start, start + count), (count,), tuple(one[None] for one in each)
         start += count
-    return found
 
 
 def at_once(x: Tensor) -> bool:

@@ -11,8 +11,8 @@ from shoal.layout import Layout
 from shoal.layout.kinds import SCHEDULES
 from shoal.layout.text import value_text
 from shoal.placement import Span
-from shoal.report.offload_words import offload_meaning
 from shoal.report.context_words import context_meaning
+from shoal.report.offload_words import offload_meaning
 from shoal.report.ownership import Section, Share
 from shoal.report.pipeline import ALIKE, PassTimes, Pipeline, clock, pipeline
 from shoal.report.tensor_words import tensor_meaning
