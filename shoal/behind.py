@@ -79,11 +79,11 @@ class Behind:
         assert layout.servers is not None
         places = {rank: mesh.grid.coords(rank) for rank in range(mesh.grid.size)}
         serving = tuple(rank for rank, place in places.items() if place["dp"] < layout.servers)
-        replicas = mesh.ranks_over("dp", "cp")
+        replicas, positions = mesh.ranks_over("dp", "cp"), mesh.ranks_over("cp")
         self._serves = mesh.world.rank in serving
         know = mesh.ranks_over("pp", *loss_axes)
-        mesh.open_groups({replicas, know, *([serving] if self._serves else [])})
-        self._replicas, self._know = mesh.group(replicas), mesh.group(know)
+        mesh.open_groups({replicas, positions, know, *([serving] if self._serves else [])})
+        self._replicas, self._know, self._positions = (mesh.group(those) for those in (replicas, know, positions))
         self._servers = mesh.group(serving) if self._serves else None
         self._roots = [place for place, rank in enumerate(replicas) if rank in serving]
         self._open: deque[_Step] = deque()
@@ -104,14 +104,17 @@ class Behind:
     def step(self, number: int, batches: Sequence[Batch], weights: Tensor, contexts: Callable[[Batch], Any]) -> None:
         """Make the gradients of step ``number`` (counted from 0) on ``batches``, whose ``weights`` (float64) are what
         this replica has of their losses' denominators; and apply those of the step that no rank may be behind now."""
-        weight = weights.sum()
+        own = weights.sum()
+        weight = own.clone()
+        # Gradients cross over between ranks that divide positions: all that they send each other has one scale.
+        all_reduce(weight, self._positions, "weight")
         step = _Step(number, weight, self._guard.scale, self._applied)
         self._open.append(step)
         self._server.begin()
         self._server.factor = weight if self._mean else None
         scale = loss_scale(weight, step.scale)
         loss = self._run(batches, contexts, lambda _: scale)
-        told = torch.stack([loss, weight])
+        told = torch.stack([loss, own])
         copies = {place: told.clone() for place in self._roots}
         step.told = copies.get(self._replicas.index, told)
         step.coming = [start_push(copy, self._replicas, "loss", place) for place, copy in copies.items()]
