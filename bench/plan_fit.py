@@ -15,6 +15,7 @@ import numpy as np
 
 from bench.plan_rows import Row
 from shoal.plan.cost import StepTimes
+from shoal.plan.kernels import family_of
 from shoal.plan.profile import PROFILES
 from shoal.plan.work import Job
 
@@ -30,17 +31,23 @@ class Prior(NamedTuple):
     spread: float
 
 
+FAMILIES = ("volta", "ampere", "hopper", "blackwell", "blackwell-ultra")
+
 PRIORS: dict[str, Prior] = {
-    **{f"rate.{family}": Prior(1.0, 0.1) for family in ("volta", "ampere", "hopper", "blackwell")},
+    **{f"rate.{family}": Prior(1.0, 0.1) for family in FAMILIES},
+    **{f"link.{family}": Prior(0.75, 0.15) for family in FAMILIES},
     "rate.8bit": Prior(0.9, 0.2),
+    "rate.4bit": Prior(0.7, 0.3),
     "memory.efficiency": Prior(0.8, 0.1),
     "matmul.ramp": Prior(200.0, 0.5),
     "matmul.tiles": Prior(0.5, 0.4),
-    "launch": Prior(5.0, 0.4),
+    "launch.eager": Prior(8.0, 0.4),
+    "launch.graph": Prior(3.0, 0.4),
     # Of the sustained matrix rate, in the limit of wide heads; of kernels that keep scores, bytes a score.
-    "attention.flash1": Prior(0.5, 0.3),
-    "attention.flash2": Prior(0.75, 0.3),
-    "attention.cudnn": Prior(0.75, 0.3),
+    **{f"attention.flash1.{family}": Prior(0.5, 0.3) for family in FAMILIES},
+    **{f"attention.flash2.{family}": Prior(0.65, 0.3) for family in FAMILIES},
+    **{f"attention.cudnn.{family}": Prior(0.75, 0.3) for family in FAMILIES},
+    "attention.odd": Prior(0.2, 0.5),
     "attention.fused-softmax": Prior(14.0, 0.4),
     "attention.unfused": Prior(30.0, 0.4),
     "attention.head": Prior(32.0, 0.4),
@@ -48,8 +55,8 @@ PRIORS: dict[str, Prior] = {
     "elementwise.fused": Prior(1.2, 0.3),
     "elementwise.compiled": Prior(1.2, 0.3),
     "elementwise.torch": Prior(2.0, 0.4),
+    "elementwise.eager": Prior(2.5, 0.4),
     "loss.bytes": Prior(8.0, 0.4),
-    "link.efficiency": Prior(0.75, 0.2),
     "nic.efficiency": Prior(0.75, 0.25),
     "link.ramp": Prior(2.0, 0.7),
     "latency.inside": Prior(15.0, 0.5),
@@ -66,7 +73,14 @@ PRIORS: dict[str, Prior] = {
     **{f"pace.{name}": Prior(1.0, 0.08) for name in PROFILES},
 }
 # Not fitted.
-FIXED = {"rate.other": 1.0, "pace.shoal": 1.0}
+FIXED = {
+    "rate.other": 1.0,
+    "link.other": 0.7,
+    "attention.flash2.other": 0.4,
+    "attention.cudnn.other": 0.5,
+    "attention.flash1.other": 0.3,
+    "pace.shoal": 1.0,
+}
 for _name in FIXED:
     PRIORS.pop(_name, None)
 NAMES = tuple(PRIORS)
@@ -84,22 +98,58 @@ def predict(rows: Sequence[Row], values: Values) -> np.ndarray:
     known: dict[Job, StepTimes] = {}
     found = []
     for row in rows:
-        key = id(row.job)
-        times = known.get(key) or known.setdefault(key, StepTimes(row.job, values))
+        if (times := known.get(row.job)) is None:
+            times = known[row.job] = StepTimes(row.job, values)
         found.append(times.estimate(row.split).step_s)
     return np.array(found)
 
 
-def _moved(rows: Sequence[Row], values: Values, name: str) -> np.ndarray:
-    return predict(rows, values | {name: values[name] * exp(_STEP)})
+def _concerned(name: str, row: Row) -> bool:
+    """Whether a constant may matter for a row."""
+    what, _, of = name.partition(".")
+    profile, family = row.job.profile, family_of(row.job.cluster.device)
+    match what:
+        case "rate" | "link" if of in FAMILIES:
+            return of == family
+        case "rate":
+            return row.job.bits == int(of[0])
+        case "attention":
+            fused = f"{profile.attention}.{family}"
+            return of in (profile.attention, fused, "head", "odd")
+        case "elementwise":
+            return of == profile.kernels
+        case "launch":
+            return of == profile.host
+        case "experts":
+            return bool(row.job.shape.experts)
+        case "context":
+            return row.split.cp > 1
+        case "pipeline":
+            return row.split.pp > 1
+    if name == "overlap.experts":
+        return bool(row.job.shape.experts) and profile.hides_experts
+    if name == "overlap.tensor":
+        return profile.hides_tensor and row.split.tp > 1
+    return True
+
+
+def _moved(rows: Sequence[Row], base: np.ndarray, values: Values, name: str) -> np.ndarray:
+    """The derivative by one constant. A profile's pace multiplies all there is."""
+    slopes = np.zeros(len(rows))
+    if name.startswith("pace."):
+        return np.array([float(name == f"pace.{row.job.profile.name}") for row in rows])
+    touched = [number for number, row in enumerate(rows) if _concerned(name, row)]
+    moved = predict([rows[number] for number in touched], values | {name: values[name] * exp(_STEP)})
+    slopes[touched] = (np.log(moved) - base[touched]) / _STEP
+    return slopes
 
 
 def jacobian(rows: Sequence[Row], values: Values) -> tuple[np.ndarray, np.ndarray]:
     """Logarithms of predictions, and their derivatives by logarithms of the constants."""
+    base = np.log(predict(rows, values))
     with ProcessPoolExecutor(2) as pool:
-        tasks = [pool.submit(_moved, rows, values, name) for name in NAMES]
-        base = np.log(predict(rows, values))
-        columns = [(np.log(task.result()) - base) / _STEP for task in tasks]
+        tasks = [pool.submit(_moved, rows, base, values, name) for name in NAMES]
+        columns = [task.result() for task in tasks]
     return base, np.stack(columns, axis=1)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from shoal.layout.kinds import SCHEDULES
 from shoal.plan import hardware, shape
+from shoal.plan.memory import Memory
 from shoal.plan.profile import PROFILES
 from shoal.plan.work import Job, Split
 
@@ -76,6 +77,8 @@ def of(table: dict[str, Any]) -> Row | str:
         return "not pretraining"
     if table["gpu"] not in _DEVICES:
         return "no such device"
+    if model["name"].startswith(("Nemotron-H", "Nemotron_3", "Nemotron_3")):
+        return "not a transformer"
     for key in ("layers", "hidden", "heads", "seq"):
         if not model.get(key):
             return "model not printed"
@@ -117,11 +120,12 @@ def of(table: dict[str, Any]) -> Row | str:
     ep = table["ep"] or 1
     etp = 1
     if experts:
-        folded = table["group"] in ("Megatron-Bridge", "dgxc-v25.02", "dgxc-v25.04", "dgxc-v25.05.02")
+        folded = table["group"] in ("Megatron-Bridge", "dgxc-v25.05.02")
         etp = 1 if folded else tp
         if dp * cp * tp % (ep * etp):
             etp = 1
     recompute = {"full": "full", "selective": "selective", "selective-op": "none"}.get(table["recompute"] or "", "none")
+    unknown = table["recompute"] is None
     sequence = bool(table["sequence_parallel"]) if table["sequence_parallel"] is not None else tp > 1
     split = Split(
         dp, tp, pp, cp, ep, etp, int(zero or 0), shard, sequence and tp > 1, schedule, chunks, samples, count, recompute
@@ -132,12 +136,20 @@ def of(table: dict[str, Any]) -> Row | str:
     nic = gbit / 8 if gbit else device.nic
     cluster = hardware.Cluster(table["gpu"], device, -(-ranks // per_node), per_node, nic)
     job = Job(shape_of(model), cluster, model["seq"], batch, PROFILES[kind], table["precision"] or "bf16")
+    if unknown:
+        split = lightest(Memory(job), split)
     seconds = _seconds(table, job)
     if not seconds:
         return "no time printed"
     grid = f"{table['group']}/{model['name']}/{model['seq']}/{table['gpu']}"
     name = f"{model['name']} n{ranks} {table['precision']} {split}"
     return Row(table["group"], grid, job, split, seconds, name)
+
+
+def lightest(memory: Memory, split: Split) -> Split:
+    """What recomputes least and fits, where a source does not print what it recomputed."""
+    options = [split._replace(recompute=recompute) for recompute in ("none", "selective", "full")]
+    return next((option for option in options if memory.most(option).total <= memory.room), options[-1])
 
 
 def shape_of(model: dict[str, Any]) -> shape.Shape:
@@ -178,7 +190,7 @@ def profile_of(table: dict[str, Any]) -> str:
     if framework.startswith("NeMo"):
         return "nemo"
     if framework.startswith("Megatron-Bridge"):
-        return "bridge"
+        return "bridge-2602" if "[26.02" in table["source"] or "[26.04" in table["source"] else "bridge"
     return "deepspeed" if "DeepSpeed" in framework else "megatron"
 
 
@@ -187,6 +199,10 @@ def _chunks(table: dict[str, Any], kind: str) -> int:
     them, where layers and micro-batches allow it."""
     layers, pp = table["model"]["layers"], table["pp"]
     count = (table["global_batch"] or 0) // (table["dp"] * table["micro_batch"])
+    if kind in ("nemo", "bridge", "bridge-2602"):
+        # Their recipes interleave as finely as layers allow.
+        fine = [v for v in range(layers // pp, 0, -1) if layers % (v * pp) == 0]
+        return next((v for v in fine if SCHEDULES["interleaved"].admits(pp, count)), 1)
     if kind == "megatron-2021" and layers % (2 * pp) == 0 and SCHEDULES["interleaved"].admits(pp, count):
         return 2
     return 1

@@ -79,6 +79,17 @@ def rounds(schedule: str, ranks: int, count: int) -> int:
     return min(count, small + (count - small) % ranks) if small < count else count
 
 
+@cache
+def home(schedule: str, ranks: int, chunks: int) -> tuple[int, ...]:
+    """The rank of each stage."""
+    return flight(schedule, ranks, 4 * ranks, chunks).home
+
+
+def flight(schedule: str, ranks: int, count: int, chunks: int) -> Order:
+    """The order of as few micro-batches as hold as much at once as ``count`` of them."""
+    return order(schedule, ranks, rounds(schedule, ranks, count), chunks)
+
+
 def length(
     schedule: str, ranks: int, count: int, chunks: int, costs: Sequence[Sequence[float]], transfer: float
 ) -> float:

@@ -19,26 +19,31 @@ class Kernels:
         self._units = device.units
         pace = constants[f"rate.{family}"] * _TERA * (1.0 if width == 2 else 0.5)
         self._rate = device.matmul * pace
-        self._rate8 = device.matmul_8bit * pace * constants["rate.8bit"]
+        self._rates = {
+            16: self._rate,
+            8: device.matmul_8bit * pace * constants["rate.8bit"],
+            4: 2.0 * device.matmul_8bit * pace * constants["rate.4bit"],
+        }
         self._memory = device.memory_rate * _GIGA * constants["memory.efficiency"]
         self._ramp = constants["matmul.ramp"]
         self._tiles = constants["matmul.tiles"]
-        self._launch = constants["launch"] * 1e-6
+        self._launch = constants[f"launch.{profile.host}"] * 1e-6
         self._fused = profile.attention not in ("unfused", "fused-softmax")
-        self._attention = constants[f"attention.{profile.attention}"]
+        self._attention = constants[f"attention.{profile.attention}" + (f".{family}" if self._fused else "")]
+        self._odd = constants["attention.odd"]
         self._head = constants["attention.head"]
         self._passes = constants[f"elementwise.{profile.kernels}"]
-        self._known: dict[tuple[int, int, int, bool], float] = {}
+        self._known: dict[tuple[int, int, int, int], float] = {}
 
-    def matmul(self, m: int, k: int, n: int, eight_bit: bool = False) -> float:
+    def matmul(self, m: int, k: int, n: int, bits: int = 16) -> float:
         """(m, k) times (k, n). Waves of tiles over the multiprocessors, of which the last may be partly empty, and a
         ramp over k, along which a tile's pipeline fills; or reading and writing, where that takes longer."""
-        key = (m, k, n, eight_bit)
+        key = (m, k, n, bits)
         if (known := self._known.get(key)) is None:
-            known = self._known[key] = self._matmul(m, k, n, eight_bit)
+            known = self._known[key] = self._matmul(m, k, n, bits)
         return known
 
-    def _matmul(self, m: int, k: int, n: int, eight_bit: bool) -> float:
+    def _matmul(self, m: int, k: int, n: int, bits: int) -> float:
         filled = 0.0
         for rows, columns in _TILES:
             tiles = ceil(m / rows) * ceil(n / columns)
@@ -46,11 +51,10 @@ class Kernels:
             # Small tiles read more for what they compute.
             worth = 1.0 if rows * columns >= 32768 else 0.95 if rows * columns >= 16384 else 0.8
             filled = max(filled, worth * m * n / (waves * self._units * rows * columns))
-        rate = self._rate8 if eight_bit else self._rate
-        ramp = self._ramp * (2 if eight_bit else 1)
+        rate = self._rates[bits]
+        ramp = self._ramp * 16 / bits
         compute = 2.0 * m * k * n / (rate * filled**self._tiles * k / (k + ramp))
-        width = 1 if eight_bit else 2
-        moved = (width * (m * k + k * n) + 2 * m * n) / self._memory
+        moved = (bits / 8 * (m * k + k * n) + 2 * m * n) / self._memory
         return max(compute, moved) + self._launch
 
     def attention(self, batch: int, queries: int, keys: int, heads: int, channels: int, causal: bool = True) -> float:
@@ -62,7 +66,9 @@ class Kernels:
             rate = self._rate * self._attention * dim / (dim + self._head)
             return flops * (0.5 if causal else 1.0) / rate + self._launch
         scores = batch * heads * queries * keys
-        return flops / (self._rate * 0.6 * dim / (dim + self._head)) + self.moved(self._attention * scores, False)
+        # Tensor cores take channels by eights.
+        aligned = 1.0 if dim % 8 == 0 else self._odd
+        return flops / (self._rate * aligned * 0.6 * dim / (dim + self._head)) + self.moved(self._attention * scores, False)
 
     @property
     def backward(self) -> float:
@@ -81,6 +87,8 @@ class Kernels:
 def family_of(device: Device) -> str:
     """Devices of one generation share their constants."""
     name = device.name
+    if "b300" in name:
+        return "blackwell-ultra"
     for family, prefixes in _FAMILIES.items():
         if name.startswith(prefixes):
             return family
@@ -91,5 +99,5 @@ _FAMILIES = {
     "volta": ("v100",),
     "ampere": ("a100", "l40s", "rtx"),
     "hopper": ("h100", "h200", "h800"),
-    "blackwell": ("b200", "b300", "gb200", "gb300"),
+    "blackwell": ("b200", "gb200"),
 }

@@ -65,7 +65,7 @@ class LayerTimes:
 
     def _matrices(self, matrices: tuple[Matrix, ...], tokens: int, tp: int) -> tuple[float, float, float]:
         forward = inputs = weights = 0.0
-        product, eight = self.kernels.matmul, self.job.eight_bit
+        product, eight = self.kernels.matmul, self.job.bits
         for matrix in matrices:
             k = -(-matrix.inputs // tp) if matrix.cut == "rows" else matrix.inputs
             n = -(-matrix.outputs // tp) if matrix.cut == "columns" else matrix.outputs
@@ -123,7 +123,8 @@ class LayerTimes:
         width = job.width
         sent = mine * layer.topk * layer.hidden * width
         group = self.network.group(ep, split.etp)
-        exchange = 2.0 * self.network.all_to_all(sent, group)
+        copies = layer.topk if job.profile.hides_experts else 1
+        exchange = 2.0 * self.network.all_to_all(sent, group, copies)
         if etp > 1:
             exchange += 2.0 * self.network.gather(arriving * layer.hidden * width, self.network.group(etp, 1))
         shown = constants["overlap.experts"] if job.profile.hides_experts else 1.0

@@ -11,6 +11,7 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from shoal.plan.hardware import Cluster
+from shoal.plan.kernels import family_of
 from shoal.plan.profile import Constants
 
 
@@ -30,7 +31,7 @@ class Network:
 
     def __init__(self, cluster: Cluster, constants: Constants) -> None:
         self._per_node = cluster.per_node
-        self._link = cluster.device.link * 1e9 * constants["link.efficiency"]
+        self._link = cluster.device.link * 1e9 * constants[f"link.{family_of(cluster.device)}"]
         self._nic = cluster.nic * 1e9 * constants["nic.efficiency"]
         self._near = constants["latency.inside"] * 1e-6
         self._far = constants["latency.outside"] * 1e-6
@@ -61,12 +62,15 @@ class Network:
         tree = 2.0 * (self._near + self._far * log2(max(group.nodes, 1))) + 1.6 * self._flow(2 * amount, group)
         return min(ring, tree)
 
-    def all_to_all(self, amount: float, group: Group) -> float:
-        """Each rank sends ``amount`` bytes, an equal part to each of the others."""
+    def all_to_all(self, amount: float, group: Group, copies: int = 1) -> float:
+        """Each rank sends ``amount`` bytes, an equal part to each of the others. Of what goes out in so many ``copies``,
+        to as many ranks drawn at random, each node is sent one, and each rank (DeepEP)."""
         if group.size == 1:
             return 0.0
-        inside = amount * (group.inside - 1) / group.size
-        outside = amount * (group.size - group.inside) / group.size
+        nodes = group.nodes
+        far = _distinct(nodes, copies) * (nodes - 1) / nodes if copies > 1 else (group.size - group.inside) / group.size
+        near = (group.inside - 1) / group.size if copies == 1 else _distinct(group.size, copies)
+        inside, outside = amount * near, amount * far
         if group.nodes == 1:
             return self._near + (inside + self._ramp) / self._link
         return self._far + self._hop * group.nodes + max(inside / self._link, (outside + self._ramp) / self._nic)
@@ -79,3 +83,8 @@ class Network:
 
     def _flow(self, amount: float, group: Group) -> float:
         return (amount + self._ramp) / self.rate(group)
+
+
+def _distinct(places: int, copies: int) -> float:
+    """Of ``copies`` that go to places drawn at random, the share that meets a place for the first time."""
+    return places * (1 - (1 - 1 / places) ** copies) / copies

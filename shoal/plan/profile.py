@@ -22,7 +22,7 @@ class Profile:
     attention: str = "flash2"
     """unfused, fused-softmax, flash1, flash2 or cudnn."""
     kernels: str = "fused"
-    """How much element-wise work is fused: torch (each operation alone), fused (norms, activations and bias by hand),
+    """How much element-wise work is fused: eager (each operation alone, norms in float32), torch, fused (norms, activations and bias by hand),
     compiled."""
     host: str = "eager"
     """What launches kernels: eager, or graph where that costs nothing."""
@@ -51,16 +51,17 @@ PROFILES = {
         Profile("megatron-2022", attention="fused-softmax", hides_data=False),
         Profile("megatron-deepspeed", attention="fused-softmax", hides_data=False, gradient_bytes=4),
         Profile("megatron", attention="cudnn"),
-        Profile("scaling-torch", attention="unfused", kernels="torch", hides_data=False, gradient_bytes=2),
-        Profile("scaling-fused", attention="fused-softmax", kernels="torch", hides_data=False, gradient_bytes=2),
-        Profile("scaling-flash1", attention="flash1", kernels="torch", hides_data=False, gradient_bytes=2),
-        Profile("scaling-flash2", attention="flash2", kernels="torch", hides_data=False, gradient_bytes=2),
+        Profile("scaling-torch", attention="unfused", kernels="eager", hides_data=False, gradient_bytes=2),
+        Profile("scaling-fused", attention="fused-softmax", kernels="eager", hides_data=False, gradient_bytes=2),
+        Profile("scaling-flash1", attention="flash1", kernels="eager", hides_data=False, gradient_bytes=2),
+        Profile("scaling-flash2", attention="flash2", kernels="eager", hides_data=False, gradient_bytes=2),
         Profile("scaling-flash2-norm", attention="flash2", kernels="fused", hides_data=False, gradient_bytes=2),
         Profile("composer", attention="flash1", kernels="torch", gradient_bytes=2, reduce_bytes=2),
         Profile("composer-flash2", attention="flash2", kernels="torch", gradient_bytes=2, reduce_bytes=2),
         Profile("internevo", attention="flash2", kernels="fused", gradient_bytes=2, reduce_bytes=2),
         Profile("nemo", attention="cudnn", kernels="fused", hides_tensor=True, reduce_bytes=2),
-        Profile("bridge", attention="cudnn", kernels="fused", hides_tensor=True, hides_experts=True, reduce_bytes=2),
+        Profile("bridge-2602", attention="cudnn", hides_tensor=True, hides_experts=True, reduce_bytes=2),
+        Profile("bridge", attention="cudnn", host="graph", hides_tensor=True, hides_experts=True, reduce_bytes=2),
         Profile("torchtitan", attention="flash2", kernels="torch", gradient_bytes=4),
         Profile("torchtitan-compiled", attention="flash2", kernels="compiled", gradient_bytes=4),
         Profile("fsdp-compiled", attention="flash2", kernels="compiled", gradient_bytes=4, reduce_bytes=2),

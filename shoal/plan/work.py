@@ -67,8 +67,14 @@ class Job:
         return {"float32": 4, "float64": 8}.get(self.precision, 2)
 
     @cached_property
+    def bits(self) -> int:
+        """Of what matrix products of layers take in."""
+        return {"fp8": 8, "mxfp8": 8, "nvfp4": 4}.get(self.precision, 16)
+
+    @property
     def eight_bit(self) -> bool:
-        return self.precision in ("fp8", "mxfp8", "nvfp4")
+        """Whether their inputs are rounded first."""
+        return self.bits < 16
 
 
 def layers_of_stages(shape: Shape, stages: int, weights: tuple[float, float] | None = None) -> tuple[range, ...]:

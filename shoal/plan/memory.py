@@ -1,0 +1,195 @@
+"""What a rank holds at its fullest moment: model states, activations in flight, logits, buffers.
+
+States follow ZeRO (Rajbhandari et al. 2020, 1910.02054), activations of a layer Korthikanti et al. (2022, 2205.05198)
+where kernels are not fused, and how many micro-batches are in flight comes from the Program of the schedule. Bytes
+throughout.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shoal.plan import clock
+from shoal.plan.shape import Layer
+from shoal.plan.work import Job, Split, layers_of_stages
+
+GIB = 2**30
+MARGIN = 0.06
+"""Of a device's memory, what a plan leaves free: for what the allocator cannot use."""
+
+
+class Held(NamedTuple):
+    """Bytes of one rank, at its fullest moment."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float
+    """Communication, gathered parameters, and what there is before the model."""
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+class States(NamedTuple):
+    """Bytes of model states of one rank."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+
+def states(
+    held: float, zero: int, ranks: int, width: float = 2, gradient: float = 2, state: float = 12, offload: float = 0.0
+) -> States:
+    """Those of ``held`` parameters, which ZeRO stage ``zero`` divides over ``ranks``: mixed-precision Adam unless told
+    otherwise."""
+    of = [ranks if zero >= stage else 1 for stage in (3, 2, 1)]
+    return States(width * held / of[0], gradient * held / of[1], state * held / of[2] * (1 - offload))
+
+
+class Saved(NamedTuple):
+    """Bytes that a layer keeps of a token for its backward pass."""
+
+    outer: float
+    """What tensor parallelism divides only along the sequence."""
+    inner: float
+    """What it always divides."""
+    scores: float
+    """For each position that attention sees; divided, too."""
+    experts: float
+    """For each token that arrives at a rank's experts."""
+
+
+def saved(layer: Layer, width: int = 2, fused: bool = True, dropout: bool = False, eager: bool = False) -> Saved:
+    """What a layer keeps without recomputation.
+
+    The inputs of its norms and of what follows them, masks of dropout, queries, keys, values, attention's output, and
+    of the feed-forward the inputs of its activation and of the second matrix. Attention that is not ``fused`` keeps its
+    scores after the softmax and after dropout. ``eager`` norms keep float32 copies.
+    """
+    h = layer.hidden
+    outer = 4.0 * width * h + (2.0 * h if dropout else 0.0) + (8.0 * h if eager else 0.0)
+    channels = (2 * layer.heads + 2 * layer.kv_heads) * layer.head_dim
+    if layer.latent:
+        latent = layer.latent
+        outer += width * (latent.query_rank + latent.key_value_rank)
+        channels = layer.heads * (4 * layer.head_dim + 2 * latent.rotary)
+    parts = 3 if layer.gated else 2
+    ffn = layer.shared_ffn if layer.experts else layer.ffn
+    inner = width * (channels + parts * ffn) + (0.0 if not fused else 4.0 * layer.heads)
+    if eager:
+        inner += width * (layer.heads + layer.kv_heads) * layer.head_dim + (width * ffn if layer.gated else 0)
+    scores = 0.0 if fused else (width + (1 + width if dropout else 0)) * layer.heads
+    experts = width * (2.0 * h + parts * layer.expert_ffn) if layer.experts else 0.0
+    return Saved(outer, inner, float(scores), experts)
+
+
+class Memory:
+    """How much ranks hold of one job under many splits."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        profile = job.profile
+        self._fused = profile.attention not in ("unfused", "fused-softmax")
+        self._saved = {
+            layer: saved(layer, job.width, self._fused, not layer.gated, profile.kernels == "eager")
+            for _, layer in job.shape.blocks
+        }
+
+    @property
+    def room(self) -> float:
+        """What a device offers to a plan: its memory, less the margin, in bytes."""
+        return self.job.cluster.device.memory_gib * GIB * (1 - MARGIN)
+
+    def layer(self, layer: Layer, split: Split, recompute: str) -> float:
+        """What a micro-batch leaves in a layer for its backward pass."""
+        job = self.job
+        tokens = split.samples * job.seq / split.cp
+        along = split.tp if split.sequence else 1
+        if recompute == "full":
+            return job.width * layer.hidden * tokens / along
+        one = self._saved[layer]
+        total = tokens * (one.outer / along + one.inner / split.tp)
+        if recompute == "none":
+            total += tokens * one.scores * job.seq / split.tp
+        if layer.experts:
+            # Experts of all ranks get as many tokens altogether as there are choices of one.
+            total += tokens * layer.topk * one.experts / split.tp * 1.1
+        return total
+
+    def parameters(self, split: Split) -> list[tuple[float, float]]:
+        """By rank of the pipeline: parameters outside the experts, and in them."""
+        shape = self.job.shape
+        cuts = layers_of_stages(shape, split.pp * split.chunks)
+        home = clock.home(split.schedule, split.pp, split.chunks)
+        dense, routed = [0.0] * split.pp, [0.0] * split.pp
+        each = shape.each
+        biases = 0.0
+        for number, layers in enumerate(cuts):
+            rank = home[number]
+            for layer in each[layers.start : layers.stop]:
+                dense[rank] += layer.dense / split.tp + biases
+                routed[rank] += layer.routed / (split.ep * split.etp)
+        vocabulary = shape.vocab * shape.hidden / split.tp
+        dense[home[0]] += vocabulary
+        if not shape.tied or home[-1] != home[0]:
+            dense[home[-1]] += vocabulary
+        return list(zip(dense, routed, strict=True))
+
+    def ranks(self, split: Split) -> list[Held]:
+        """By rank of the pipeline."""
+        job = self.job
+        profile, shape = job.profile, job.shape
+        cuts = layers_of_stages(shape, split.pp * split.chunks)
+        order = clock.flight(split.schedule, split.pp, split.count, split.chunks)
+        tokens = split.samples * job.seq / split.cp
+        each = shape.each
+        found = []
+        replicas = split.dp * split.cp
+        for rank, (dense, routed) in enumerate(self.parameters(split)):
+            recompute = split.recompute if split.recomputing < 0 or rank < split.recomputing else "none"
+            zero = split.zero
+            wide = job.width
+            state = profile.state_bytes - (4 if wide == 4 else 0)
+            of = states(dense, zero, split.sharded, wide, profile.gradient_bytes, state, split.offload)
+            if routed:
+                shards = max(1, replicas * split.tp // (split.ep * split.etp))
+                more = states(
+                    routed, zero, min(shards, split.sharded), wide, profile.gradient_bytes, state, split.offload
+                )
+                of = States(*(a + b for a, b in zip(of, more, strict=True)))
+            mine = [stage for stage, home in enumerate(order.home) if home == rank]
+            flight = 0.0
+            for stage, number in zip(mine, order.held[rank], strict=True):
+                layers = each[cuts[stage].start : cuts[stage].stop]
+                flight += number * sum(self.layer(layer, split, recompute) for layer in layers)
+            if recompute == "full":
+                flight += max(self.layer(layer, split, "none") for layer in each)
+            last = order.home[-1] == rank
+            logits = profile.logit_bytes * tokens * shape.vocab / split.tp if last else 0.0
+            boundary = 4.0 * job.width * tokens * shape.hidden / (split.tp if split.sequence else 1)
+            buffers = profile.first_memory_gib * GIB + (boundary if split.pp > 1 else 0.0)
+            if zero == 3:
+                biggest = max(layer.dense / split.tp + layer.routed / (split.ep * split.etp) for layer in each)
+                buffers += (2 * job.width + profile.gradient_bytes) * max(
+                    biggest, shape.vocab * shape.hidden / split.tp
+                )
+            elif profile.reduce_bytes < profile.gradient_bytes:
+                buffers += 0.0
+            found.append(Held(*of, flight, logits, buffers))
+        return found
+
+    def most(self, split: Split) -> Held:
+        """The rank that holds most."""
+        return max(self.ranks(split), key=lambda held: held.total)
+
+    def least(self, split: Split) -> float:
+        """No less than this is held, whatever is recomputed: states alone."""
+        dense, routed = self.parameters(split)[0]
+        profile, job = self.job.profile, self.job
+        one = states(dense + routed, split.zero, split.sharded, job.width, profile.gradient_bytes, profile.state_bytes)
+        return sum(one)
