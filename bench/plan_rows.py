@@ -125,7 +125,8 @@ def of(table: dict[str, Any]) -> Row | str:
         if dp * cp * tp % (ep * etp):
             etp = 1
     recompute = {"full": "full", "selective": "selective", "selective-op": "none"}.get(table["recompute"] or "", "none")
-    unknown = table["recompute"] is None
+    # NVIDIA's recipes for speed recompute nothing unless they say so.
+    unknown = table["recompute"] is None and not kind.startswith(("nemo", "bridge"))
     sequence = bool(table["sequence_parallel"]) if table["sequence_parallel"] is not None else tp > 1
     split = Split(
         dp, tp, pp, cp, ep, etp, int(zero or 0), shard, sequence and tp > 1, schedule, chunks, samples, count, recompute
@@ -176,7 +177,7 @@ def profile_of(table: dict[str, Any]) -> str:
             "flash_attention2": "scaling-flash2",
         }.get(kernel or "", "scaling-flash2-norm")
     if framework.startswith("Composer"):
-        return "composer-flash2" if table["gpu"].startswith("H100") else "composer"
+        return "composer"
     if framework.startswith("torchtitan"):
         return "torchtitan" if "eager" in (table["note"] or "") else "torchtitan-compiled"
     if framework.startswith("PyTorch FSDP"):

@@ -82,6 +82,8 @@ def rounds(schedule: str, ranks: int, count: int) -> int:
 @cache
 def home(schedule: str, ranks: int, chunks: int) -> tuple[int, ...]:
     """The rank of each stage."""
+    if ranks == 1:
+        return (0,) * chunks
     return flight(schedule, ranks, 4 * ranks, chunks).home
 
 

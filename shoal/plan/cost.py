@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import log2
 
 from shoal.plan import clock
-from shoal.plan.kernels import family_of
 from shoal.plan.layer_time import LayerTimes
 from shoal.plan.profile import Constants
 from shoal.plan.terms import Passes, Terms
-from shoal.plan.work import Job, Split, layers_of_stages
+from shoal.plan.work import Cuts, Job, Split
 
 
 @dataclass(frozen=True)
@@ -34,49 +34,38 @@ class StepTimes:
         self.job, self._constants = job, constants
         self.layers = LayerTimes(job, constants)
         self._network = self.layers.network
+        self._cuts = Cuts(job.shape)
 
     def stages(self, split: Split) -> list[Passes]:
         """By global stage, what a micro-batch takes."""
-        shape = self.job.shape
-        cuts = layers_of_stages(shape, split.pp * split.chunks, self.weights(split))
-        each = shape.each
-        first, last = self.layers.embedding(split), self.layers.head(split)
+        home = clock.home(split.schedule, split.pp, split.chunks)
+        known: dict[tuple[object, ...], Passes] = {}
         found = []
-        for number, layers in enumerate(cuts):
-            rank = number % split.pp
-            recompute = split.recompute if split.recomputing < 0 or rank < split.recomputing else "none"
-            total = Passes(Terms(), Terms(), Terms())
-            start = 0 if layers.start == layers.stop else layers.start
-            run, kind = 0, None
-            for layer in (*each[start : layers.stop], None):
-                if layer is kind:
-                    run += 1
-                    continue
-                if kind is not None:
-                    one = self.layers.layer(kind, split, recompute)
-                    total = total.plus(Passes(*(part.times(run) for part in one)))
-                run, kind = 1, layer
-            if number == 0:
-                total = total.plus(first)
-            if number == len(cuts) - 1:
-                total = total.plus(last)
+        for rank, cut in zip(home, self._cuts.of(split), strict=True):
+            mode = split.recompute if split.recomputing < 0 or rank < split.recomputing else "none"
+            key = (mode, cut.first, cut.last, *((id(layer), count) for layer, count in cut.kinds))
+            if (total := known.get(key)) is None:
+                total = Passes(Terms(), Terms(), Terms())
+                for layer, count in cut.kinds:
+                    one = self.layers.layer(layer, split, mode)
+                    total = total.plus(Passes(*(part.times(count) for part in one)))
+                if cut.first:
+                    total = total.plus(self.layers.embedding(split))
+                if cut.last:
+                    total = total.plus(self.layers.head(split))
+                known[key] = total
             found.append(total)
         return found
 
-    def weights(self, split: Split) -> tuple[float, float] | None:
-        """How many layers the embedding and the head count for where layers do not divide evenly."""
-        return None if self.job.shape.layers % (split.pp * split.chunks) == 0 else (1.0, 1.0)
-
     def estimate(self, split: Split) -> Estimate:
         """The step under ``split``, which is legal for the job."""
-        job, constants = self.job, self._constants
         stages = self.stages(split)
         if split.zero == 3:
             stages = [self._gathered(passes, split, number) for number, passes in enumerate(stages)]
         costs = [tuple(part.total for part in passes) for passes in stages]
         transfer = self._transfer(split)
         pipeline = clock.length(split.schedule, split.pp, split.count, split.chunks, costs, transfer)
-        home = clock.order(split.schedule, split.pp, clock.rounds(split.schedule, split.pp, split.count), split.chunks).home
+        home = clock.home(split.schedule, split.pp, split.chunks)
         loads = [0.0] * split.pp
         for stage, rank in enumerate(home):
             loads[rank] += sum(costs[stage])
@@ -91,11 +80,27 @@ class StepTimes:
         terms["data"] = self._data(split, mine)
         terms["optimizer"] = self._update(split)
         spent = sum(terms.values())
-        pace = constants[f"pace.{job.profile.name}"]
-        doublings = max(0.0, (split.ranks / 8).bit_length() - 1) if split.ranks < 8 else _log2(split.ranks / 8)
-        spread = pace * (1.0 + constants["jitter"] * doublings)
+        spread = self._spread(split)
         terms["jitter"] = spent * (spread - 1.0)
         return Estimate(spent * spread, terms)
+
+    def bound(self, split: Split) -> float:
+        """No step under ``split`` takes less: the mean work of a rank, and the pipeline filling up."""
+        shape = self.job.shape
+        work = self.layers.embedding(split).total.total + self.layers.head(split).total.total
+        for count, layer in shape.blocks:
+            light = "none" if split.recomputing >= 0 else split.recompute
+            work += count * self.layers.layer(layer, split, light).total.total
+        mine = work / split.pp
+        fill = mine * (split.pp - 1) / split.chunks if split.schedule in ("1f1b", "interleaved") else 0.0
+        spread = self._spread(split)
+        return (split.count * mine + fill + self._update(split)) * spread
+
+    def _spread(self, split: Split) -> float:
+        """What the framework's pace and waiting for the slowest of many add, as a factor."""
+        constants = self._constants
+        doublings = log2(max(1.0, split.ranks / 8))
+        return constants[f"pace.{self.job.profile.name}"] * (1.0 + constants["jitter"] * doublings)
 
     def held(self, split: Split) -> float:
         """Parameters of the rank that has most."""
@@ -170,14 +175,3 @@ class StepTimes:
         device = self.layers.kernels.moved(moved * (1 - split.offload), False) * self._constants["optimizer.passes"]
         host = split.offload * mine * 20.0 / (job.cluster.device.host_link * 1e9)
         return device + host + 2e-4
-
-
-def _log2(value: float) -> float:
-    from math import log2
-
-    return log2(value)
-
-
-def family(job: Job) -> str:
-    """The generation of the job's devices."""
-    return family_of(job.cluster.device)

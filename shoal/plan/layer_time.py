@@ -21,7 +21,7 @@ class LayerTimes:
 
     def layer(self, layer: Layer, split: Split, recompute: str) -> Passes:
         """Of one layer; ``recompute`` is that of its stage."""
-        key = (layer, split.tp, split.cp, split.ep, split.etp, split.samples, split.sequence, recompute, split.cp_kind)
+        key = (id(layer), split.tp, split.cp, split.ep, split.etp, split.samples, split.sequence, recompute, split.cp_kind)
         if (known := self._known.get(key)) is None:
             known = self._known[key] = self._layer(layer, split, recompute)
         return known

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shoal.plan import clock
 from shoal.plan.shape import Layer
-from shoal.plan.work import Job, Split, layers_of_stages
+from shoal.plan.work import Cuts, Job, Split
 
 GIB = 2**30
 MARGIN = 0.06
@@ -95,10 +95,17 @@ class Memory:
         self.job = job
         profile = job.profile
         self._fused = profile.attention not in ("unfused", "fused-softmax")
+        eager = profile.kernels == "eager"
         self._saved = {
-            layer: saved(layer, job.width, self._fused, not layer.gated, profile.kernels == "eager")
-            for _, layer in job.shape.blocks
+            id(layer): saved(layer, job.width, self._fused, not layer.gated, eager) for _, layer in job.shape.blocks
         }
+        self._cuts = Cuts(job.shape)
+        self._kinds = [layer for _, layer in job.shape.blocks]
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether attention keeps its scores, which selective recomputation gives up."""
+        return not self._fused
 
     @property
     def room(self) -> float:
@@ -112,7 +119,7 @@ class Memory:
         along = split.tp if split.sequence else 1
         if recompute == "full":
             return job.width * layer.hidden * tokens / along
-        one = self._saved[layer]
+        one = self._saved[id(layer)]
         total = tokens * (one.outer / along + one.inner / split.tp)
         if recompute == "none":
             total += tokens * one.scores * job.seq / split.tp
@@ -124,64 +131,67 @@ class Memory:
     def parameters(self, split: Split) -> list[tuple[float, float]]:
         """By rank of the pipeline: parameters outside the experts, and in them."""
         shape = self.job.shape
-        cuts = layers_of_stages(shape, split.pp * split.chunks)
         home = clock.home(split.schedule, split.pp, split.chunks)
         dense, routed = [0.0] * split.pp, [0.0] * split.pp
-        each = shape.each
-        biases = 0.0
-        for number, layers in enumerate(cuts):
-            rank = home[number]
-            for layer in each[layers.start : layers.stop]:
-                dense[rank] += layer.dense / split.tp + biases
-                routed[rank] += layer.routed / (split.ep * split.etp)
+        for rank, cut in zip(home, self._cuts.of(split), strict=True):
+            for layer, count in cut.kinds:
+                dense[rank] += count * layer.dense / split.tp
+                routed[rank] += count * layer.routed / (split.ep * split.etp)
         vocabulary = shape.vocab * shape.hidden / split.tp
-        dense[home[0]] += vocabulary
+        dense[home[0]] += vocabulary + shape.learned_positions * shape.hidden
         if not shape.tied or home[-1] != home[0]:
             dense[home[-1]] += vocabulary
         return list(zip(dense, routed, strict=True))
 
     def ranks(self, split: Split) -> list[Held]:
         """By rank of the pipeline."""
-        job = self.job
-        profile, shape = job.profile, job.shape
-        cuts = layers_of_stages(shape, split.pp * split.chunks)
         order = clock.flight(split.schedule, split.pp, split.count, split.chunks)
-        tokens = split.samples * job.seq / split.cp
-        each = shape.each
+        cuts = self._cuts.of(split)
+        modes = {mode: self._micro_batch(split, mode) for mode in {split.recompute, "none"}}
         found = []
-        replicas = split.dp * split.cp
         for rank, (dense, routed) in enumerate(self.parameters(split)):
-            recompute = split.recompute if split.recomputing < 0 or rank < split.recomputing else "none"
-            zero = split.zero
-            wide = job.width
-            state = profile.state_bytes - (4 if wide == 4 else 0)
-            of = states(dense, zero, split.sharded, wide, profile.gradient_bytes, state, split.offload)
-            if routed:
-                shards = max(1, replicas * split.tp // (split.ep * split.etp))
-                more = states(
-                    routed, zero, min(shards, split.sharded), wide, profile.gradient_bytes, state, split.offload
-                )
-                of = States(*(a + b for a, b in zip(of, more, strict=True)))
+            mode = split.recompute if split.recomputing < 0 or rank < split.recomputing else "none"
+            each = modes[mode]
             mine = [stage for stage, home in enumerate(order.home) if home == rank]
-            flight = 0.0
-            for stage, number in zip(mine, order.held[rank], strict=True):
-                layers = each[cuts[stage].start : cuts[stage].stop]
-                flight += number * sum(self.layer(layer, split, recompute) for layer in layers)
-            if recompute == "full":
-                flight += max(self.layer(layer, split, "none") for layer in each)
-            last = order.home[-1] == rank
-            logits = profile.logit_bytes * tokens * shape.vocab / split.tp if last else 0.0
-            boundary = 4.0 * job.width * tokens * shape.hidden / (split.tp if split.sequence else 1)
-            buffers = profile.first_memory_gib * GIB + (boundary if split.pp > 1 else 0.0)
-            if zero == 3:
-                biggest = max(layer.dense / split.tp + layer.routed / (split.ep * split.etp) for layer in each)
-                buffers += (2 * job.width + profile.gradient_bytes) * max(
-                    biggest, shape.vocab * shape.hidden / split.tp
-                )
-            elif profile.reduce_bytes < profile.gradient_bytes:
-                buffers += 0.0
-            found.append(Held(*of, flight, logits, buffers))
+            flight = sum(
+                number * count * each[id(layer)]
+                for stage, number in zip(mine, order.held[rank], strict=True)
+                for layer, count in cuts[stage].kinds
+            )
+            if mode == "full":
+                flight += max(modes["none"].values())
+            logits, buffers = self._beside(split, order.home[-1] == rank)
+            found.append(Held(*self._states(split, dense, routed), flight, logits, buffers))
         return found
+
+    def _micro_batch(self, split: Split, mode: str) -> dict[int, float]:
+        return {id(layer): self.layer(layer, split, mode) for layer in self._kinds}
+
+    def _states(self, split: Split, dense: float, routed: float) -> States:
+        """Experts are divided over fewer ranks: those that hold the same ones."""
+        job, profile = self.job, self.job.profile
+        width, state = job.width, profile.state_bytes - (4 if job.width == 4 else 0)
+        of = states(dense, split.zero, split.sharded, width, profile.gradient_bytes, state, split.offload)
+        if not routed:
+            return of
+        same = max(1, split.dp * split.cp * split.tp // (split.ep * split.etp))
+        shards = min(same, split.sharded)
+        more = states(routed, split.zero, shards, width, profile.gradient_bytes, state, split.offload)
+        return States(*(a + b for a, b in zip(of, more, strict=True)))
+
+    def _beside(self, split: Split, last: bool) -> tuple[float, float]:
+        """Logits, on the last rank, and buffers."""
+        job, profile, shape = self.job, self.job.profile, self.job.shape
+        tokens = split.samples * job.seq / split.cp
+        logits = profile.logit_bytes * tokens * shape.vocab / split.tp if last else 0.0
+        buffers = profile.first_memory_gib * GIB
+        if split.pp > 1:
+            buffers += 4.0 * job.width * tokens * shape.hidden / (split.tp if split.sequence else 1)
+        if split.zero == 3:
+            blocks = [layer.dense / split.tp + layer.routed / (split.ep * split.etp) for layer in self._kinds]
+            largest = max(*blocks, shape.vocab * shape.hidden / split.tp)
+            buffers += (2 * job.width + profile.gradient_bytes) * largest
+        return logits, buffers
 
     def most(self, split: Split) -> Held:
         """The rank that holds most."""
@@ -189,7 +199,4 @@ class Memory:
 
     def least(self, split: Split) -> float:
         """No less than this is held, whatever is recomputed: states alone."""
-        dense, routed = self.parameters(split)[0]
-        profile, job = self.job.profile, self.job
-        one = states(dense + routed, split.zero, split.sharded, job.width, profile.gradient_bytes, profile.state_bytes)
-        return sum(one)
+        return max(sum(self._states(split, *each)) for each in self.parameters(split))

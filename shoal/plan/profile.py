@@ -57,7 +57,6 @@ PROFILES = {
         Profile("scaling-flash2", attention="flash2", kernels="eager", hides_data=False, gradient_bytes=2),
         Profile("scaling-flash2-norm", attention="flash2", kernels="fused", hides_data=False, gradient_bytes=2),
         Profile("composer", attention="flash1", kernels="torch", gradient_bytes=2, reduce_bytes=2),
-        Profile("composer-flash2", attention="flash2", kernels="torch", gradient_bytes=2, reduce_bytes=2),
         Profile("internevo", attention="flash2", kernels="fused", gradient_bytes=2, reduce_bytes=2),
         Profile("nemo", attention="cudnn", kernels="fused", hides_tensor=True, reduce_bytes=2),
         Profile("bridge-2602", attention="cudnn", hides_tensor=True, hides_experts=True, reduce_bytes=2),

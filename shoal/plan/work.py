@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shoal.plan.hardware import Cluster
 from shoal.plan.profile import Profile
-from shoal.plan.shape import Shape
+from shoal.plan.shape import Layer, Shape
 
 
 class Split(NamedTuple):
@@ -37,6 +37,8 @@ class Split(NamedTuple):
     offload: float = 0.0
     """The share of optimizer states that the host keeps."""
     cp_kind: str = "ring"
+    layers: tuple[int, ...] = ()
+    """Of each global stage; () for as even as they are."""
 
     @property
     def ranks(self) -> int:
@@ -77,35 +79,57 @@ class Job:
         return self.bits < 16
 
 
-def layers_of_stages(shape: Shape, stages: int, weights: tuple[float, float] | None = None) -> tuple[range, ...]:
-    """Which layers each stage has, the embedding with the first and the head with the last.
+class Cut(NamedTuple):
+    """What one stage has: so many layers of each kind, and the embedding or the head."""
 
-    Evenly where the layers divide, as most systems cut; else so that the largest stage is the smallest, the embedding
-    and the head counting as ``weights`` layers (one each if not given).
-    """
-    total = shape.layers
-    if total % stages == 0 and weights is None:
-        size = total // stages
-        return tuple(range(at, at + size) for at in range(0, total, size))
-    first, last = weights or (1.0, 1.0)
-    least = -(-total // stages)
-    most = max(total / stages, (total + first + last) / stages)
-    for limit in range(int(most), total + 2):
-        room = [limit] * stages
-        room[0] -= round(first)
-        room[-1] -= round(last)
-        if sum(max(1, r) for r in room) >= total:
-            break
-    counts = [max(1, r) for r in room]
-    # What is too much goes from the stages in the middle on, one layer each.
-    extra, at = sum(counts) - total, stages // 2
+    kinds: tuple[tuple[Layer, int], ...]
+    first: bool
+    last: bool
+
+
+class Cuts:
+    """The stages of a shape under splits, worked out once for each way to cut."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._known: dict[tuple[int, tuple[int, ...]], tuple[Cut, ...]] = {}
+
+    def of(self, split: Split) -> tuple[Cut, ...]:
+        """By global stage."""
+        key = split.pp * split.chunks, split.layers
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = self._cut(*key)
+        return known
+
+    def _cut(self, stages: int, layers: tuple[int, ...]) -> tuple[Cut, ...]:
+        counts = layers or even_layers(self._shape.layers, stages)
+        each, at = self._shape.each, 0
+        found = []
+        for number, count in enumerate(counts):
+            kinds: dict[int, tuple[Layer, int]] = {}
+            for layer in each[at : at + count]:
+                kinds[id(layer)] = layer, kinds.get(id(layer), (layer, 0))[1] + 1
+            found.append(Cut(tuple(kinds.values()), number == 0, number == stages - 1))
+            at += count
+        return tuple(found)
+
+
+def even_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """How many layers each stage has: evenly where they divide, as most systems cut; else so that the largest stage is
+    the smallest, with the embedding and the head counted as a layer each."""
+    if layers % stages == 0:
+        return (layers // stages,) * stages
+    most = max(-(-(layers + 2) // stages), 2)
+    counts = [most] * stages
+    counts[0] -= 1
+    counts[-1] -= 1
+    extra = sum(counts) - layers
+    # What is too much goes from stages that are spread evenly, so that no rank has to give up all of it.
+    full = [stage for stage in range(stages) if counts[stage] == most] or list(range(stages))
     while extra > 0:
-        if counts[at % stages] > max(1, least - 1) or extra > stages:
-            counts[at % stages] -= 1
-            extra -= 1
-        at += 1
-        if at > 4 * stages:
-            least -= 1
-            at = 0
-    stops = [sum(counts[: n + 1]) for n in range(stages)]
-    return tuple(range(stop - size, stop) for stop, size in zip(stops, counts, strict=True))
+        taken = full[:: max(1, len(full) // min(extra, len(full)))][:extra]
+        for stage in taken:
+            if counts[stage] > 0:
+                counts[stage] -= 1
+                extra -= 1
+    return tuple(counts)

@@ -1,0 +1,213 @@
+"""The best splits of a job: all that the rules admit, less what cannot be best, the rest by what a step takes.
+
+Three things are exact and cost little, so that few candidates are left to time: the rules of layouts; memory, of which
+more recomputation and offload need less but take longer, so that of each split only the lightest that fits is kept; and
+a lower bound of the step, in order of which candidates are timed until none that is left can be better.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shoal.layout.kinds import SCHEDULES
+from shoal.plan import clock
+from shoal.plan.balance import balanced
+from shoal.plan.cost import Estimate, StepTimes
+from shoal.plan.memory import GIB, Held, Memory
+from shoal.plan.profile import Constants
+from shoal.plan.work import Job, Split
+
+_TIMED = 240
+"""Candidates that are timed at most."""
+_LIGHTER = (("none", 0.0), ("selective", 0.0), ("full", 0.0), ("full", 0.5), ("full", 1.0))
+"""Recomputation and the share of optimizer states that the host keeps, from what takes least time to what needs least
+memory."""
+
+
+class Plan(NamedTuple):
+    """One split, priced."""
+
+    split: Split
+    estimate: Estimate
+    held: Held
+
+    @property
+    def gib(self) -> float:
+        """Of the rank that holds most."""
+        return self.held.total / GIB
+
+
+@dataclass
+class Found:
+    """What a search has seen."""
+
+    plans: list[Plan]
+    """Best first."""
+    admitted: int = 0
+    """Splits that the rules admit."""
+    too_large: int = 0
+    """Of these, do not fit however much is recomputed and offloaded."""
+    timed: int = 0
+    nearly: list[tuple[float, Split]] = field(default_factory=list)
+    """Splits that would take less if only they fitted: lower bound, and the split without recomputation."""
+
+
+class Search:
+    """Looks for the best splits of one job."""
+
+    def __init__(self, job: Job, constants: Constants, *, schedules: Sequence[str] = ()) -> None:
+        self.job = job
+        self.times = StepTimes(job, constants)
+        self.memory = Memory(job)
+        self._schedules = tuple(schedules) or ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+
+    def run(self, best: int = 8) -> Found:
+        """The ``best`` plans."""
+        found = Found([])
+        queue = [
+            (bound, number, split)
+            for number, (bound, split) in enumerate(self._fitting(found))
+        ]
+        heapq.heapify(queue)
+        plans: list[Plan] = []
+        while queue and found.timed < _TIMED:
+            bound, _, split = heapq.heappop(queue)
+            if len(plans) >= best and bound > plans[best - 1].estimate.step_s:
+                break
+            plans.append(self.price(split))
+            found.timed += 1
+            plans.sort(key=lambda plan: plan.estimate.step_s)
+        found.plans = [self._balanced(plan) for plan in plans[:best]]
+        found.plans.sort(key=lambda plan: plan.estimate.step_s)
+        return found
+
+    def price(self, split: Split) -> Plan:
+        """One split, whether it fits or not."""
+        return Plan(split, self.times.estimate(split), self.memory.most(split))
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether the margin is kept."""
+        return plan.held.total <= self.memory.room
+
+    def _balanced(self, plan: Plan) -> Plan:
+        """The plan with its layers moved between stages, where that helps and fits."""
+        layers = balanced(self.times, plan.split)
+        if layers is None:
+            return plan
+        other = self.price(plan.split._replace(layers=layers))
+        return other if other.estimate.step_s < plan.estimate.step_s and self.fits(other) else plan
+
+    def _fitting(self, found: Found) -> Iterator[tuple[float, Split]]:
+        """Of each split the lightest variant that fits, with the lower bound of its step."""
+        room = self.memory.room
+        nearly: list[tuple[float, int, Split]] = []
+        for split in splits(self.job, self._schedules):
+            found.admitted += 1
+            heaviest = split._replace(offload=1.0)
+            fitting = None
+            if self.memory.least(heaviest) <= room:
+                fitting = self._lightest(split, room)
+            if fitting is None:
+                found.too_large += 1
+            if fitting is None or fitting.recompute != "none":
+                heapq.heappush(nearly, (-self.times.bound(split), found.admitted, split))
+                if len(nearly) > 8:
+                    heapq.heappop(nearly)
+            if fitting is not None:
+                yield self.times.bound(fitting), fitting
+        found.nearly = sorted((-bound, split) for bound, _, split in nearly)
+
+    def _lightest(self, split: Split, room: float) -> Split | None:
+        for recompute, offload in _LIGHTER:
+            if recompute == "selective" and not self.memory.keeps_scores:
+                continue
+            lighter = split._replace(recompute=recompute, offload=offload)
+            held = self.memory.ranks(lighter)
+            if max(one.total for one in held) <= room:
+                return self._fewer(lighter, room)
+        return None
+
+    def _fewer(self, split: Split, room: float) -> Split:
+        """The split with recomputation on as few ranks of the pipeline as do, from the first on: those have most
+        micro-batches in flight."""
+        if split.recompute == "none" or split.pp == 1 or SCHEDULES[split.schedule].chunks > 1:
+            return split
+        low, high = 1, split.pp
+        while low < high:
+            middle = (low + high) // 2
+            some = split._replace(recomputing=middle)
+            low, high = (low, middle) if self.memory.most(some).total <= room else (middle + 1, high)
+        return split if low == split.pp else split._replace(recomputing=low)
+
+
+def splits(job: Job, schedules: Sequence[str]) -> Iterator[Split]:
+    """All that the rules of layouts admit for a job, without recomputation or offload."""
+    shape, world = job.shape, job.cluster.ranks
+    for tp in _divisors(world, shape.heads):
+        if shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
+            continue
+        for pp in _divisors(world // tp, shape.layers):
+            for cp, kind in _contexts(job, world // (tp * pp), tp):
+                dp = world // (tp * pp * cp)
+                if job.batch % dp:
+                    continue
+                for base in _experts(job, Split(dp, tp, pp, cp, sequence=tp > 1, cp_kind=kind)):
+                    yield from _scheduled(job, base, schedules)
+
+
+def _contexts(job: Job, ranks: int, tp: int) -> Iterator[tuple[int, str]]:
+    """Context parallelism pays where a rank's part of a sample stays long; its kinds differ with more than one rank."""
+    shape = job.shape
+    for cp in _divisors(ranks, max(1, job.seq // 512)):
+        if job.seq % (2 * cp) and cp > 1:
+            continue
+        yield cp, "ring"
+        if cp > 1:
+            heads = tp * cp
+            if shape.heads % heads == 0 and (shape.kv_heads % heads == 0 or heads % shape.kv_heads == 0):
+                yield cp, "ulysses"
+            yield cp, "gather"
+
+
+def _experts(job: Job, base: Split) -> Iterator[Split]:
+    if not job.shape.experts:
+        yield base
+        return
+    ranks = base.dp * base.cp * base.tp
+    for etp in {1, base.tp}:
+        for ep in _divisors(ranks // etp, job.shape.experts):
+            if job.shape.experts % ep == 0 and ranks % (ep * etp) == 0:
+                yield base._replace(ep=ep, etp=etp)
+
+
+def _scheduled(job: Job, base: Split, schedules: Sequence[str]) -> Iterator[Split]:
+    local = job.batch // base.dp
+    stages = ((0,) if base.dp * base.cp == 1 else (1, 3) if base.pp == 1 else (1,))
+    for samples in _divisors(local, 16):
+        count = local // samples
+        for zero in stages:
+            split = base._replace(samples=samples, count=count, zero=zero)
+            if base.pp == 1:
+                yield split
+                continue
+            for schedule in schedules:
+                for chunks in _chunks(job, base.pp, schedule):
+                    if clock.admitted(schedule, base.pp, count):
+                        yield split._replace(schedule=schedule, chunks=chunks)
+
+
+def _chunks(job: Job, pp: int, schedule: str) -> list[int]:
+    kind = SCHEDULES[schedule]
+    most = job.shape.layers // pp
+    if not kind.any_chunks:
+        return [kind.chunks] if kind.chunks <= most else []
+    even = [v for v in range(2, most + 1) if job.shape.layers % (v * pp) == 0]
+    # Where layers do not divide, stages of one layer less do.
+    return even or [v for v in (2, 4, 8) if v <= most]
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
