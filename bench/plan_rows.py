@@ -231,7 +231,10 @@ def grids(rows: list[Row]) -> dict[str, list[Row]]:
     """Sets of five or more configurations of one model on as many devices, each the same otherwise."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(f"{row.grid}/{row.split.ranks}/{row.job.precision}/{row.job.batch}", []).append(row)
+        shape = row.job.shape
+        sizes = f"{shape.layers}x{shape.hidden}x{shape.heads}"
+        name = f"{row.grid}/{sizes}/{row.split.ranks}/{row.job.precision}/{row.job.batch}"
+        found.setdefault(name, []).append(row)
     return {name: members for name, members in found.items() if len({row.split for row in members}) >= 5}
 
 

@@ -60,8 +60,8 @@ class StepTimes:
     def estimate(self, split: Split) -> Estimate:
         """The step under ``split``, which is legal for the job."""
         stages = self.stages(split)
-        if split.zero == 3:
-            stages = [self._gathered(passes, split, number) for number, passes in enumerate(stages)]
+        if split.zero == 3 and split.pp == 1:
+            stages = [self._gathered(passes, split) for passes in stages]
         costs = [tuple(part.total for part in passes) for passes in stages]
         transfer = self._transfer(split)
         pipeline = clock.length(split.schedule, split.pp, split.count, split.chunks, costs, transfer)
@@ -117,7 +117,7 @@ class StepTimes:
         amount = split.samples * job.seq // split.cp * job.shape.hidden * job.width / split.tp
         return self._network.send(amount, stride) * self._constants["pipeline.send"]
 
-    def _gathered(self, passes: Passes, split: Split, number: int) -> Passes:
+    def _gathered(self, passes: Passes, split: Split) -> Passes:
         """ZeRO-3: each pass gathers its layers' parameters while the layer before computes; gradients are reduced
         likewise."""
         job = self.job
@@ -133,10 +133,9 @@ class StepTimes:
             hidden = max(0.0, moved - part.total) + spare * min(moved, part.total)
             return part + Terms(gather=hidden)
 
-        keeps = split.pp > 1
-        forward = passes.forward if keeps else beside(passes.forward, each)
+        forward = beside(passes.forward, each)
         both = passes.input_gradient.total + passes.weight_gradient.total
-        moved = reduce + (0.0 if keeps else each)
+        moved = reduce + each
         hidden = max(0.0, moved - both) + spare * min(moved, both)
         return Passes(forward, passes.input_gradient + Terms(gather=hidden), passes.weight_gradient)
 
@@ -144,7 +143,7 @@ class StepTimes:
         """Reducing gradients and gathering parameters, once a step, as far as they show."""
         job, constants = self.job, self._constants
         replicas = split.dp * split.cp
-        if replicas == 1 or split.zero == 3:
+        if replicas == 1 or (split.zero == 3 and split.pp == 1):
             return 0.0
         profile = job.profile
         held = self.held(split)

@@ -171,12 +171,18 @@ class Memory:
         """Experts are divided over fewer ranks: those that hold the same ones."""
         job, profile = self.job, self.job.profile
         width, state = job.width, profile.state_bytes - (4 if job.width == 4 else 0)
-        of = states(dense, split.zero, split.sharded, width, profile.gradient_bytes, state, split.offload)
+        zero = split.zero
+        if split.pp > 1:
+            # What several micro-batches add up to is whole until the last; a pipeline's parameters stay gathered.
+            zero = min(zero, 1)
+        elif zero == 2 and split.count > 1:
+            zero = 1
+        of = states(dense, zero, split.sharded, width, profile.gradient_bytes, state, split.offload)
         if not routed:
             return of
         same = max(1, split.dp * split.cp * split.tp // (split.ep * split.etp))
         shards = min(same, split.sharded)
-        more = states(routed, split.zero, shards, width, profile.gradient_bytes, state, split.offload)
+        more = states(routed, zero, shards, width, profile.gradient_bytes, state, split.offload)
         return States(*(a + b for a, b in zip(of, more, strict=True)))
 
     def _beside(self, split: Split, last: bool) -> tuple[float, float]:
@@ -187,7 +193,7 @@ class Memory:
         buffers = profile.first_memory_gib * GIB
         if split.pp > 1:
             buffers += 4.0 * job.width * tokens * shape.hidden / (split.tp if split.sequence else 1)
-        if split.zero == 3:
+        if split.zero == 3 and split.pp == 1:
             blocks = [layer.dense / split.tp + layer.routed / (split.ep * split.etp) for layer in self._kinds]
             largest = max(*blocks, shape.vocab * shape.hidden / split.tp)
             buffers += (2 * job.width + profile.gradient_bytes) * largest

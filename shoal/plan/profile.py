@@ -39,6 +39,8 @@ class Profile:
     hides_tensor: bool = False
     """Whether tensor parallelism's do."""
     hides_experts: bool = False
+    workspace_gib: float = 0.1
+    """Of its libraries' matrix products, within what the allocator counts."""
     first_memory_gib: float = 2.0
     """What contexts, communicators and workspaces take before the model is there."""
 

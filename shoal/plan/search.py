@@ -22,6 +22,8 @@ from shoal.plan.work import Job, Split
 
 _TIMED = 240
 """Candidates that are timed at most."""
+_BALANCED = 3
+"""Plans whose layers are moved between stages."""
 _LIGHTER = (("none", 0.0), ("selective", 0.0), ("full", 0.0), ("full", 0.5), ("full", 1.0))
 """Recomputation and the share of optimizer states that the host keeps, from what takes least time to what needs least
 memory."""
@@ -65,23 +67,38 @@ class Search:
         self._schedules = tuple(schedules) or ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 
     def run(self, best: int = 8) -> Found:
-        """The ``best`` plans."""
+        """The ``best`` plans that differ in more than how samples are dealt out."""
         found = Found([])
-        queue = [
-            (bound, number, split)
-            for number, (bound, split) in enumerate(self._fitting(found))
-        ]
+        queue: list[tuple[float, int, Split, bool]] = []
+        for split in splits(self.job, self._schedules):
+            found.admitted += 1
+            queue.append((self.times.bound(split), found.admitted, split, False))
         heapq.heapify(queue)
-        plans: list[Plan] = []
+        plans: dict[tuple[object, ...], Plan] = {}
+        worst = float("inf")
         while queue and found.timed < _TIMED:
-            bound, _, split = heapq.heappop(queue)
-            if len(plans) >= best and bound > plans[best - 1].estimate.step_s:
+            bound, number, split, fits = heapq.heappop(queue)
+            if bound > worst:
                 break
-            plans.append(self.price(split))
+            if not fits:
+                # Its bound holds for any variant of it: only now is it worth finding out which one fits.
+                lighter = self._lightest(split, self.memory.room)
+                if lighter != split and len(found.nearly) < 8:
+                    found.nearly.append((bound, split))
+                if lighter is None:
+                    found.too_large += 1
+                else:
+                    heapq.heappush(queue, (self.times.bound(lighter), number, lighter, True))
+                continue
+            plan = self.price(split)
             found.timed += 1
-            plans.sort(key=lambda plan: plan.estimate.step_s)
-        found.plans = [self._balanced(plan) for plan in plans[:best]]
-        found.plans.sort(key=lambda plan: plan.estimate.step_s)
+            alike = split.tp, split.pp, split.ep, split.schedule, split.chunks, split.zero, split.cp > 1
+            if alike not in plans or plan.estimate.step_s < plans[alike].estimate.step_s:
+                plans[alike] = plan
+            if len(plans) >= best:
+                worst = sorted(one.estimate.step_s for one in plans.values())[best - 1]
+        ranked = sorted(plans.values(), key=_seconds)[:best]
+        found.plans = sorted([*map(self._balanced, ranked[:_BALANCED]), *ranked[_BALANCED:]], key=_seconds)
         return found
 
     def price(self, split: Split) -> Plan:
@@ -100,33 +117,15 @@ class Search:
         other = self.price(plan.split._replace(layers=layers))
         return other if other.estimate.step_s < plan.estimate.step_s and self.fits(other) else plan
 
-    def _fitting(self, found: Found) -> Iterator[tuple[float, Split]]:
-        """Of each split the lightest variant that fits, with the lower bound of its step."""
-        room = self.memory.room
-        nearly: list[tuple[float, int, Split]] = []
-        for split in splits(self.job, self._schedules):
-            found.admitted += 1
-            heaviest = split._replace(offload=1.0)
-            fitting = None
-            if self.memory.least(heaviest) <= room:
-                fitting = self._lightest(split, room)
-            if fitting is None:
-                found.too_large += 1
-            if fitting is None or fitting.recompute != "none":
-                heapq.heappush(nearly, (-self.times.bound(split), found.admitted, split))
-                if len(nearly) > 8:
-                    heapq.heappop(nearly)
-            if fitting is not None:
-                yield self.times.bound(fitting), fitting
-        found.nearly = sorted((-bound, split) for bound, _, split in nearly)
-
     def _lightest(self, split: Split, room: float) -> Split | None:
+        """The variant that fits and takes least time: the lightest recomputation and offload."""
+        if self.memory.least(split._replace(offload=1.0)) > room:
+            return None
         for recompute, offload in _LIGHTER:
             if recompute == "selective" and not self.memory.keeps_scores:
                 continue
             lighter = split._replace(recompute=recompute, offload=offload)
-            held = self.memory.ranks(lighter)
-            if max(one.total for one in held) <= room:
+            if self.memory.most(lighter).total <= room:
                 return self._fewer(lighter, room)
         return None
 
@@ -141,6 +140,10 @@ class Search:
             some = split._replace(recomputing=middle)
             low, high = (low, middle) if self.memory.most(some).total <= room else (middle + 1, high)
         return split if low == split.pp else split._replace(recomputing=low)
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.estimate.step_s
 
 
 def splits(job: Job, schedules: Sequence[str]) -> Iterator[Split]:
@@ -185,10 +188,11 @@ def _experts(job: Job, base: Split) -> Iterator[Split]:
 
 def _scheduled(job: Job, base: Split, schedules: Sequence[str]) -> Iterator[Split]:
     local = job.batch // base.dp
-    stages = ((0,) if base.dp * base.cp == 1 else (1, 3) if base.pp == 1 else (1,))
     for samples in _divisors(local, 16):
         count = local // samples
-        for zero in stages:
+        # ZeRO 1 moves no more than an all-reduce, and 2 no more than 1 where micro-batches do not add up.
+        once = 2 if count == 1 and base.pp == 1 else 1
+        for zero in (0,) if base.dp * base.cp == 1 else (once, 3) if base.pp == 1 else (once,):
             split = base._replace(samples=samples, count=count, zero=zero)
             if base.pp == 1:
                 yield split
