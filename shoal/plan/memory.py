@@ -64,15 +64,25 @@ class Saved(NamedTuple):
     """For each token that arrives at a rank's experts."""
 
 
-def saved(layer: Layer, width: int = 2, fused: bool = True, dropout: bool = False, eager: bool = False) -> Saved:
+def saved(
+    layer: Layer,
+    width: int = 2,
+    *,
+    fused: bool = True,
+    dropout: bool = False,
+    eager: bool = False,
+    copies: float = 1.0,
+    score: int = 0,
+) -> Saved:
     """What a layer keeps without recomputation.
 
     The inputs of its norms and of what follows them, masks of dropout, queries, keys, values, attention's output, and
-    of the feed-forward the inputs of its activation and of the second matrix. Attention that is not ``fused`` keeps its
-    scores after the softmax and after dropout. ``eager`` norms keep float32 copies.
+    of the feed-forward the inputs of its activation and of the second matrix, ``copies`` times. Attention that is not
+    ``fused`` keeps ``score`` bytes of a score: unless told, those of the softmax and of dropout. ``eager`` norms keep
+    what they make in float32.
     """
     h = layer.hidden
-    outer = 4.0 * width * h + (2.0 * h if dropout else 0.0) + (8.0 * h if eager else 0.0)
+    outer = 4.0 * width * h + (2.0 * h if dropout else 0.0) + (12.0 * h if eager else 0.0)
     channels = (2 * layer.heads + 2 * layer.kv_heads) * layer.head_dim
     if layer.latent:
         latent = layer.latent
@@ -80,12 +90,12 @@ def saved(layer: Layer, width: int = 2, fused: bool = True, dropout: bool = Fals
         channels = layer.heads * (4 * layer.head_dim + 2 * latent.rotary)
     parts = 3 if layer.gated else 2
     ffn = layer.shared_ffn if layer.experts else layer.ffn
-    inner = width * (channels + parts * ffn) + (0.0 if not fused else 4.0 * layer.heads)
+    inner = copies * width * (channels + parts * ffn) + (4.0 * layer.heads if fused else 0.0)
     if eager:
-        inner += width * (layer.heads + layer.kv_heads) * layer.head_dim + (width * ffn if layer.gated else 0)
-    scores = 0.0 if fused else (width + (1 + width if dropout else 0)) * layer.heads
+        inner += width * (layer.heads + layer.kv_heads) * layer.head_dim / 2
+    each = score or width + (1 + width if dropout else 0)
     experts = width * (2.0 * h + parts * layer.expert_ffn) if layer.experts else 0.0
-    return Saved(outer, inner, float(scores), experts)
+    return Saved(outer, inner, 0.0 if fused else float(each * layer.heads), experts)
 
 
 class Memory:
@@ -95,9 +105,17 @@ class Memory:
         self.job = job
         profile = job.profile
         self._fused = profile.attention not in ("unfused", "fused-softmax")
-        eager = profile.kernels == "eager"
         self._saved = {
-            id(layer): saved(layer, job.width, self._fused, not layer.gated, eager) for _, layer in job.shape.blocks
+            id(layer): saved(
+                layer,
+                job.width,
+                fused=self._fused,
+                dropout=not layer.gated,
+                eager=profile.kernels == "eager",
+                copies=profile.kept_copies,
+                score=profile.score_bytes,
+            )
+            for _, layer in job.shape.blocks
         }
         self._cuts = Cuts(job.shape)
         self._kinds = [layer for _, layer in job.shape.blocks]
@@ -189,7 +207,9 @@ class Memory:
         """Logits, on the last rank, and buffers."""
         job, profile, shape = self.job, self.job.profile, self.job.shape
         tokens = split.samples * job.seq / split.cp
-        logits = profile.logit_bytes * tokens * shape.vocab / split.tp if last else 0.0
+        logits = profile.logit_bytes * tokens * shape.vocab if last else 0.0
+        if profile.splits_logits:
+            logits /= split.tp
         buffers = profile.first_memory_gib * GIB
         if split.pp > 1:
             buffers += 4.0 * job.width * tokens * shape.hidden / (split.tp if split.sequence else 1)

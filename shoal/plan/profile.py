@@ -32,8 +32,14 @@ class Profile:
     """Likewise while replicas add them up."""
     state_bytes: int = 12
     """Of a parameter in the optimizer: float32 copy and two moments."""
+    kept_copies: float = 1.0
+    """How often what is between a layer's matrices is kept for its backward pass."""
+    score_bytes: int = 0
+    """Of attention's scores, where they are kept; 0 for the 16-bit softmax alone, and dropout's part."""
     logit_bytes: int = 12
     """Of a logit, the most at one moment: its 16-bit value, float32 copies and the gradient."""
+    splits_logits: bool = True
+    """Whether tensor parallelism divides the loss, or gathers logits whole first."""
     hides_data: bool = True
     """Whether reductions and gathers of data parallelism run beside compute."""
     hides_tensor: bool = False
@@ -53,11 +59,26 @@ PROFILES = {
         Profile("megatron-2022", attention="fused-softmax", hides_data=False),
         Profile("megatron-deepspeed", attention="fused-softmax", hides_data=False, gradient_bytes=4),
         Profile("megatron", attention="cudnn"),
-        Profile("scaling-torch", attention="unfused", kernels="eager", hides_data=False, gradient_bytes=2),
-        Profile("scaling-fused", attention="fused-softmax", kernels="eager", hides_data=False, gradient_bytes=2),
-        Profile("scaling-flash1", attention="flash1", kernels="eager", hides_data=False, gradient_bytes=2),
-        Profile("scaling-flash2", attention="flash2", kernels="eager", hides_data=False, gradient_bytes=2),
-        Profile("scaling-flash2-norm", attention="flash2", kernels="fused", hides_data=False, gradient_bytes=2),
+        *(
+            Profile(
+                f"scaling-{name}",
+                attention=attention,
+                kernels=kernels,
+                gradient_bytes=2,
+                score_bytes=5,
+                kept_copies=2.0,
+                logit_bytes=24,
+                splits_logits=False,
+                hides_data=False,
+            )
+            for name, attention, kernels in (
+                ("torch", "unfused", "eager"),
+                ("fused", "fused-softmax", "eager"),
+                ("flash1", "flash1", "eager"),
+                ("flash2", "flash2", "eager"),
+                ("flash2-norm", "flash2", "fused"),
+            )
+        ),
         Profile("composer", attention="flash1", kernels="torch", gradient_bytes=2, reduce_bytes=2),
         Profile("internevo", attention="flash2", kernels="fused", gradient_bytes=2, reduce_bytes=2),
         Profile("nemo", attention="cudnn", kernels="fused", hides_tensor=True, reduce_bytes=2),

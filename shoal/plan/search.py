@@ -12,10 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shoal.layout import Layout
 from shoal.layout.kinds import SCHEDULES
 from shoal.plan import clock
 from shoal.plan.balance import balanced
 from shoal.plan.cost import Estimate, StepTimes
+from shoal.plan.layouts import layout_of, split_of
 from shoal.plan.memory import GIB, Held, Memory
 from shoal.plan.profile import Constants
 from shoal.plan.work import Job, Split
@@ -104,6 +106,27 @@ class Search:
     def price(self, split: Split) -> Plan:
         """One split, whether it fits or not."""
         return Plan(split, self.times.estimate(split), self.memory.most(split))
+
+    def own(self, layout: Layout) -> Plan:
+        """A layout that somebody names; with more recomputation if it fits in no other way."""
+        split = split_of(layout, self.job.batch)
+        plan = self.price(split)
+        if self.fits(plan):
+            return plan
+        lighter = self._lightest(split, self.memory.room)
+        return self.price(lighter) if lighter else plan
+
+    def line(self, plan: Plan) -> str:
+        """The plan's layout, in one line."""
+        job = self.job
+        half = job.width == 2 and job.profile.gradient_bytes == 2
+        return str(layout_of(plan.split, job.precision, half_grads=half))
+
+    def mfu(self, plan: Plan) -> float:
+        """Operations of the model, attention's counted in full and nothing twice, over the data sheet's rate."""
+        job = self.job
+        flops = job.shape.flops(job.seq) * job.batch * job.seq
+        return flops / (plan.estimate.step_s * job.cluster.device.peak * 1e12 * plan.split.ranks)
 
     def fits(self, plan: Plan) -> bool:
         """Whether the margin is kept."""
