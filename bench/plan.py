@@ -1,7 +1,7 @@
 """How far the planner is off, on published runs: ``make bench-plan``, or ``python -m bench.plan --data FOLDER``.
 
-Time is judged on rows whose whole set (one source, model and device) was held out of the fit. Every set is held out once:
-the constants are fitted to one half of the sets, from their priors, and judged on the other, and the other way round.
+Time is judged on rows whose whole set (one source, model and device) was held out of the fit. Every set is held out
+once: constants are fitted to one half of the sets, from their priors, and judged on the other, and the other way round.
 Beside that, whole clusters are left out one at a time. The constants that ship are fitted to all rows, by ``--refit``.
 """
 
@@ -82,8 +82,9 @@ def held_out(rows: Sequence[Row], rounds: int) -> np.ndarray:
 
 
 def left_out(rows: Sequence[Row], rounds: int) -> tuple[np.ndarray, plan_fit.Values]:
-    """Seconds of every row, from constants fitted to other clusters, and the constants of all rows. The fit of all gives
-    the point around which those without a cluster are solved."""
+    """Seconds of every row, from constants fitted to other clusters, and the constants of all rows.
+
+    The fit of all gives the point around which those without a cluster are solved."""
     values = plan_fit.fit(rows, rounds)
     base, slopes = plan_fit.jacobian(rows, values)
     seconds, weights = np.array([row.seconds for row in rows]), plan_fit.weigh(rows)
@@ -109,7 +110,10 @@ def ranking(rows: Sequence[Row], found: np.ndarray) -> None:
         regrets3.append(real[order[:3]].min() / real.min() - 1)
         signs = [np.sign(real[a] - real[b]) * np.sign(said[a] - said[b]) for a, b in combinations(range(len(real)), 2)]
         taus.append(float(np.mean(signs)))
-    print(f"\nranking on {len(grids)} held-out grids of five and more: top-3 regret {_percent(np.mean(regrets3))}, ", end="")
+    print(
+        f"\nranking on {len(grids)} held-out grids of five and more: top-3 regret {_percent(np.mean(regrets3))}, ",
+        end="",
+    )
     print(f"top-1 {_percent(np.mean(regrets1))}, mean Kendall tau {np.mean(taus):.2f}")
     for name, first, third, tau in zip(grids, regrets1, regrets3, taus, strict=True):
         print(f"  {name:62s} {len(grids[name]):3d}  {_percent(first):>7s} {_percent(third):>7s}  {tau:5.2f}")
@@ -142,7 +146,8 @@ def _line(name: str, rows: Sequence[Row], found: np.ndarray, chosen: Iterable[bo
     of, errors = ratios[mask], np.abs(ratios[mask] - 1)
     bias = exp(np.mean(np.log(of)))
     rest = _percent(np.mean(np.abs(scaled[mask] - 1)))
-    print(f"  {name:46s} {mask.sum():4d}  {_percent(np.mean(errors)):>6s}  {_percent(np.median(errors)):>6s} {bias:5.2f}  {rest:>6s}")
+    mean, middle = _percent(np.mean(errors)), _percent(np.median(errors))
+    print(f"  {name:46s} {mask.sum():4d}  {mean:>6s}  {middle:>6s} {bias:5.2f}  {rest:>6s}")
 
 
 def _errors(rows: Sequence[Row], found: np.ndarray) -> dict[str, float]:

@@ -40,8 +40,13 @@ def fit_or_not(tables: list[dict[str, Any]], rows: list[Row]) -> None:
     room = np.array([row.job.cluster.device.memory_gib for row in (*fitted, *failed)]) * (1 - MARGIN)
     best = max((np.mean((said > limit) == oom), limit) for limit in np.unique(said))
     false_fits = np.mean(oom & (said <= room))
-    print(f"  fit or out of memory, {len(fitted)} + {len(failed)} runs: {100 * best[0]:.1f}% right at the best ", end="")
-    print(f"threshold ({best[1]:.1f} GiB); at the shipped margin {100 * np.mean((said > room) == oom):.1f}% right, ", end="")
+    print(
+        f"  fit or out of memory, {len(fitted)} + {len(failed)} runs: {100 * best[0]:.1f}% right at the best ", end=""
+    )
+    print(
+        f"threshold ({best[1]:.1f} GiB); at the shipped margin {100 * np.mean((said > room) == oom):.1f}% right, ",
+        end="",
+    )
     print(f"{100 * false_fits:.1f}% said to fit that did not ({100 * false_fits / np.mean(oom):.1f}% of these)")
 
 
@@ -182,7 +187,7 @@ def _first_stage(table: dict[str, Any]) -> tuple[float, float]:
         schedule="interleaved" if chunks > 1 else "1f1b",
         chunks=chunks,
         samples=config["micro_batch"],
-        count=config["global_batch"] // config["micro_batch"],
+        micro_batches=config["global_batch"] // config["micro_batch"],
     )
     both = base, base._replace(sequence=True, recompute="selective")
     none, selective = (Memory(job).ranks(split)[0].activations / GIB for split in both)

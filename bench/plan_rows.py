@@ -1,5 +1,6 @@
-"""Published runs as jobs and splits: what each row leaves out is filled in here, from what its source says of its machines
-and software, or the row is left out, with the reason."""
+"""Published runs as jobs and splits.
+
+What a row does not print is filled in from what its source says of its machines and software, or it is left out."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def read(path: Path) -> tuple[list[Row], dict[str, int]]:
 
 def of(table: dict[str, Any]) -> Row | str:
     """One row, or why it is left out."""
-    model, result = table["model"], table["result"]
+    model = table["model"]
     if table["task"] != "pretrain":
         return "not pretraining"
     if table["gpu"] not in _DEVICES:
@@ -196,8 +197,8 @@ def profile_of(table: dict[str, Any]) -> str:
 
 
 def _chunks(table: dict[str, Any], kind: str) -> int:
-    """Not printed: the papers of 2021 and 2022 say that they interleave, with how many stages a rank they do not; two of
-    them, where layers and micro-batches allow it."""
+    """Not printed. The papers of 2021 and 2022 say that they interleave, but not with how many stages a rank: two are
+    assumed, where layers and micro-batches allow it."""
     layers, pp = table["model"]["layers"], table["pp"]
     count = (table["global_batch"] or 0) // (table["dp"] * table["micro_batch"])
     if kind in ("nemo", "bridge", "bridge-2602"):

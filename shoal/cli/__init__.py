@@ -12,8 +12,8 @@ from rich.markup import escape
 
 from shoal.cli.data import inspect_data, make_data
 from shoal.cli.models import export_folder, generate_text, import_folder, inspect
-from shoal.cli.plan import plan
 from shoal.cli.pipelines import show_schedule
+from shoal.cli.plan import plan
 from shoal.cli.refusals import NamesValues
 from shoal.cli.reports import report
 from shoal.cli.train import show_layout, train, verify

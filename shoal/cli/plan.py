@@ -68,7 +68,7 @@ def plan(
         for what, seconds, text in explain.sensitivity(job, found, constants())
     ]
     if json:
-        print(jsonlib.dumps(_table(search, found, own, fault, changes), indent=1))
+        typer.echo(jsonlib.dumps(_table(search, found, own, fault, changes)))
         return
     _show(search, found, own, fault, changes)
     tell_next([("train under the best", f"shoal train {run} --layout {search.line(found.plans[0])}")])
@@ -132,7 +132,9 @@ def _show(search: Search, found: Found, own: Plan | None, fault: str | None, cha
     console.print(f"\nThe best: {low:.3g} to {high:.3g} s a step in four of five cases, {tokens:,.0f} tokens/s.")
     console.print("What binds: " + explain.binding(first, room) + ".")
     parts = sorted(first.estimate.terms.items(), key=lambda part: -abs(part[1]))
-    console.print("Time: " + ", ".join(f"{explain.TERMS[n]} {1000 * s:.0f} ms" for n, s in parts if abs(s) > 5e-4) + ".")
+    console.print(
+        "Time: " + ", ".join(f"{explain.TERMS[n]} {1000 * s:.0f} ms" for n, s in parts if abs(s) > 5e-4) + "."
+    )
     kept = [f"{name} {getattr(first.held, name) / 2**30:.1f}" for name in _KEPT if getattr(first.held, name) > 1e6]
     console.print(f"Memory, of {device.memory_gib:g} GiB a device: " + ", ".join(kept) + " GiB.")
     for change in changes:

@@ -46,7 +46,7 @@ def order(schedule: str, ranks: int, count: int, chunks: int) -> Order:
     home = placement(programs)
     stages = len(home)
     places: dict[tuple[object, ...], int] = {}
-    steps = []
+    steps: list[tuple[int, int, int, int]] = []
     for rank, act in in_turn(programs, awaited_by_passes(home)):
         source = giver(act, stages)
         waits = places[source] if source else -1

@@ -64,7 +64,7 @@ class StepTimes:
             stages = [self._gathered(passes, split) for passes in stages]
         costs = [tuple(part.total for part in passes) for passes in stages]
         transfer = self._transfer(split)
-        pipeline = clock.length(split.schedule, split.pp, split.count, split.chunks, costs, transfer)
+        pipeline = clock.length(split.schedule, split.pp, split.micro_batches, split.chunks, costs, transfer)
         home = clock.home(split.schedule, split.pp, split.chunks)
         loads = [0.0] * split.pp
         for stage, rank in enumerate(home):
@@ -74,7 +74,7 @@ class StepTimes:
         for stage, rank in enumerate(home):
             if rank == busiest:
                 mine = mine.plus(stages[stage])
-        work = mine.total.times(split.count)
+        work = mine.total.times(split.micro_batches)
         terms = dict(zip(Terms._fields, work, strict=True))
         terms["bubble"] = max(0.0, pipeline - work.total)
         terms["data"] = self._data(split, mine)
@@ -94,7 +94,7 @@ class StepTimes:
         mine = work / split.pp
         fill = mine * (split.pp - 1) / split.chunks if split.schedule in ("1f1b", "interleaved") else 0.0
         spread = self._spread(split)
-        return (split.count * mine + fill + self._update(split)) * spread
+        return (split.micro_batches * mine + fill + self._update(split)) * spread
 
     def _spread(self, split: Split) -> float:
         """What the framework's pace and waiting for the slowest of many add, as a factor."""

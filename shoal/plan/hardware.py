@@ -99,8 +99,8 @@ def cluster(text: str) -> Cluster:
     if text.endswith(".toml"):
         return _read(Path(text))
     if text in _NAMED:
-        kind, nodes, per_node = _NAMED[text]
-        return _cluster(text, DEVICES[kind], nodes, per_node, None)
+        known, nodes, per_node = _NAMED[text]
+        return _cluster(text, DEVICES[known], nodes, per_node, None)
     form = _FORM.fullmatch(text.lower())
     if form is None:
         raise ConfigError(setting("cluster", text, "there is no such cluster", _LEGAL))
@@ -112,7 +112,8 @@ def cluster(text: str) -> Cluster:
     if form[1] is None and count > kind.per_node:
         if count % kind.per_node:
             problem = f"{count} devices do not fill nodes of {kind.per_node}"
-            raise ConfigError(setting("cluster", text, problem, f"use {count // kind.per_node}x{kind.per_node}x{form[3]}"))
+            legal = f"use {count // kind.per_node}x{kind.per_node}x{form[3]}"
+            raise ConfigError(setting("cluster", text, problem, legal))
         nodes, count = count // kind.per_node, kind.per_node
     return _cluster(text, kind, nodes, count, float(form[4]) / 8 if form[4] else None)
 
@@ -135,7 +136,7 @@ def _read(path: Path) -> Cluster:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError:
-        raise ConfigError(setting("cluster", path, "there is no such file", _LEGAL)) from None
+        raise ConfigError(setting("cluster", str(path), "there is no such file", _LEGAL)) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"cluster file {path}: not valid TOML: {error}") from None
     known = {"device", "nodes", "per_node", "nic_gbit", "name"}

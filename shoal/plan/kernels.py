@@ -53,13 +53,14 @@ class Kernels:
             filled = max(filled, worth * m * n / (waves * self._units * rows * columns))
         rate = self._rates[bits]
         ramp = self._ramp * 16 / bits
-        compute = 2.0 * m * k * n / (rate * filled**self._tiles * k / (k + ramp))
+        compute = 2.0 * m * k * n / (rate * float(filled**self._tiles) * k / (k + ramp))
         moved = (bits / 8 * (m * k + k * n) + 2 * m * n) / self._memory
         return max(compute, moved) + self._launch
 
     def attention(self, batch: int, queries: int, keys: int, heads: int, channels: int, causal: bool = True) -> float:
-        """The forward pass of attention's core; ``channels`` are those of a query and of a value, over all heads. Kernels
-        that keep no scores skip what is masked; the others compute it, and write and read the scores."""
+        """The forward pass of attention's core; ``channels`` are those of a query and of a value, over all heads.
+
+        Kernels that keep no scores skip what is masked; the others compute it, and write and read the scores."""
         flops = 2.0 * batch * queries * keys * channels
         dim = channels / heads / 2
         if self._fused:
@@ -68,10 +69,12 @@ class Kernels:
         scores = batch * heads * queries * keys
         # Tensor cores take channels by eights.
         aligned = 1.0 if dim % 8 == 0 else self._odd
-        return flops / (self._rate * aligned * 0.6 * dim / (dim + self._head)) + self.moved(self._attention * scores, False)
+        return flops / (self._rate * aligned * 0.6 * dim / (dim + self._head)) + self.moved(
+            self._attention * scores, False
+        )
 
     @property
-    def backward(self) -> float:
+    def attention_backward(self) -> float:
         """How much longer attention's backward pass takes than its forward pass."""
         return 2.5 if self._fused else 2.0
 

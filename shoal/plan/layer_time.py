@@ -21,7 +21,17 @@ class LayerTimes:
 
     def layer(self, layer: Layer, split: Split, recompute: str) -> Passes:
         """Of one layer; ``recompute`` is that of its stage."""
-        key = (id(layer), split.tp, split.cp, split.ep, split.etp, split.samples, split.sequence, recompute, split.cp_kind)
+        key = (
+            id(layer),
+            split.tp,
+            split.cp,
+            split.ep,
+            split.etp,
+            split.samples,
+            split.sequence,
+            recompute,
+            split.cp_kind,
+        )
         if (known := self._known.get(key)) is None:
             known = self._known[key] = self._layer(layer, split, recompute)
         return known
@@ -52,13 +62,14 @@ class LayerTimes:
         number = 14 if profile.kernels != "torch" else 28
         launch = kernels.launches(number)
         one = Terms(forward, core, element, launch, tensor, context) + expert.forward
-        back = Terms(
-            inputs, core * kernels.backward, 1.7 * element, 1.5 * launch, tensor, context * 1.5
-        ) + expert.input_gradient
+        back = (
+            Terms(inputs, core * kernels.attention_backward, 1.7 * element, 1.5 * launch, tensor, context * 1.5)
+            + expert.input_gradient
+        )
         weight = Terms(weights, elementwise=adding) + expert.weight_gradient
         again = {
             "none": Terms(),
-            "selective": Terms(attention=0.0 if kernels.backward == 2.5 else core),
+            "selective": Terms(attention=0.0 if kernels.attention_backward == 2.5 else core),
             "full": one,
         }[recompute]
         return Passes(one, back + again, weight)
@@ -89,10 +100,7 @@ class LayerTimes:
             return 0.0
         group = self.network.group(split.tp, 1)
         amount = tokens * layer.hidden * self.job.width
-        if split.sequence:
-            each = 2.0 * self.network.gather(amount, group)
-        else:
-            each = self.network.all_reduce(amount, group)
+        each = 2.0 * self.network.gather(amount, group) if split.sequence else self.network.all_reduce(amount, group)
         shown = self.constants["overlap.tensor"] if self.job.profile.hides_tensor and split.sequence else 1.0
         return each * shown * (1 if layer.experts and not layer.shared_ffn else 2)
 

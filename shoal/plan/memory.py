@@ -163,7 +163,7 @@ class Memory:
 
     def ranks(self, split: Split) -> list[Held]:
         """By rank of the pipeline."""
-        order = clock.flight(split.schedule, split.pp, split.count, split.chunks)
+        order = clock.flight(split.schedule, split.pp, split.micro_batches, split.chunks)
         cuts = self._cuts.of(split)
         modes = {mode: self._micro_batch(split, mode) for mode in {split.recompute, "none"}}
         found = []
@@ -193,7 +193,7 @@ class Memory:
         if split.pp > 1:
             # What several micro-batches add up to is whole until the last; a pipeline's parameters stay gathered.
             zero = min(zero, 1)
-        elif zero == 2 and split.count > 1:
+        elif zero == 2 and split.micro_batches > 1:
             zero = 1
         of = states(dense, zero, split.sharded, width, profile.gradient_bytes, state, split.offload)
         if not routed:

@@ -50,9 +50,11 @@ class Network:
         """All-gather, or reduce-scatter, of ``amount`` bytes altogether."""
         if group.size == 1:
             return 0.0
-        hops = self._hop * (group.size - 1) if group.nodes > 1 else 0.0
-        base = self._near if group.nodes == 1 else self._far
-        return base + min(hops, 2e-3) + self._flow(amount * (group.size - 1) / group.size, group)
+        base = self._near
+        if group.nodes > 1:
+            # A ring, or from many ranks on exchanges in a logarithmic number of steps (NCCL's PAT).
+            base = self._far + min(self._hop * (group.size - 1), self._far * log2(group.size))
+        return base + self._flow(amount * (group.size - 1) / group.size, group)
 
     def all_reduce(self, amount: float, group: Group) -> float:
         """A ring, or a tree where its fewer steps make up for its bandwidth."""
@@ -63,8 +65,9 @@ class Network:
         return min(ring, tree)
 
     def all_to_all(self, amount: float, group: Group, copies: int = 1) -> float:
-        """Each rank sends ``amount`` bytes, an equal part to each of the others. Of what goes out in so many ``copies``,
-        to as many ranks drawn at random, each node is sent one, and each rank (DeepEP)."""
+        """Each rank sends ``amount`` bytes, an equal part to each of the others.
+
+        Of what goes out in so many ``copies``, to as many ranks drawn at random, each node is sent one (DeepEP)."""
         if group.size == 1:
             return 0.0
         nodes = group.nodes

@@ -22,8 +22,8 @@ class Profile:
     attention: str = "flash2"
     """unfused, fused-softmax, flash1, flash2 or cudnn."""
     kernels: str = "fused"
-    """How much element-wise work is fused: eager (each operation alone, norms in float32), torch, fused (norms, activations and bias by hand),
-    compiled."""
+    """How much element-wise work is fused: eager (nothing, and norms in float32), torch (nothing), fused (norms,
+    activations and bias, by hand), compiled."""
     host: str = "eager"
     """What launches kernels: eager, or graph where that costs nothing."""
     gradient_bytes: int = 4

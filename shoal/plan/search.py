@@ -216,7 +216,7 @@ def _scheduled(job: Job, base: Split, schedules: Sequence[str]) -> Iterator[Spli
         # ZeRO 1 moves no more than an all-reduce, and 2 no more than 1 where micro-batches do not add up.
         once = 2 if count == 1 and base.pp == 1 else 1
         for zero in (0,) if base.dp * base.cp == 1 else (once, 3) if base.pp == 1 else (once,):
-            split = base._replace(samples=samples, count=count, zero=zero)
+            split = base._replace(samples=samples, micro_batches=count, zero=zero)
             if base.pp == 1:
                 yield split
                 continue

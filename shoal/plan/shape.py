@@ -7,7 +7,7 @@ same rules.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -211,8 +211,11 @@ def of_table(name: str, table: Mapping[str, Any]) -> Shape:
     expert_ffn = table.get("moe_ffn") or ffn
 
     def layer(routed: bool) -> Layer:
-        some = (experts, table.get("topk") or 1, expert_ffn, table.get("shared_ffn") or 0) if routed else (0, 0, 0, 0)
-        return Layer(hidden, heads, kv_heads, head_dim, ffn, bool(table.get("gated_mlp")), *some, latent)
+        one = Layer(hidden, heads, kv_heads, head_dim, ffn, bool(table.get("gated_mlp")), latent=latent)
+        if not routed:
+            return one
+        shared, topk = table.get("shared_ffn") or 0, table.get("topk") or 1
+        return replace(one, experts=experts, topk=topk, expert_ffn=expert_ffn, shared_ffn=shared)
 
     layers = table["layers"]
     first = table.get("dense_layers") or 0 if experts else layers

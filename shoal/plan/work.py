@@ -12,7 +12,7 @@ from shoal.plan.shape import Layer, Shape
 
 
 class Split(NamedTuple):
-    """A layout by its numbers alone, light enough to make a million of. Ranks count with tp fastest, then cp, dp, pp."""
+    """A layout by its numbers alone, light enough to make many of. Ranks count with tp fastest, then cp, dp, pp."""
 
     dp: int = 1
     tp: int = 1
@@ -29,8 +29,8 @@ class Split(NamedTuple):
     chunks: int = 1
     samples: int = 1
     """Of a micro-batch."""
-    count: int = 1
-    """Micro-batches of a step."""
+    micro_batches: int = 1
+    """Of a step."""
     recompute: str = "none"
     recomputing: int = -1
     """Of the pipeline's ranks, how many from the first recompute; −1 for all."""
