@@ -35,6 +35,8 @@ class StepTimes:
         self.layers = LayerTimes(job, constants)
         self._network = self.layers.network
         self._cuts = Cuts(job.shape)
+        self._works: dict[tuple[object, ...], float] = {}
+        """Of a micro-batch on all ranks of the pipeline together, by what it depends on."""
 
     def stages(self, split: Split) -> list[Passes]:
         """By global stage, what a micro-batch takes."""
@@ -86,11 +88,13 @@ class StepTimes:
 
     def bound(self, split: Split) -> float:
         """No step under ``split`` takes less: the mean work of a rank, and the pipeline filling up."""
-        shape = self.job.shape
-        work = self.layers.embedding(split).total.total + self.layers.head(split).total.total
-        for count, layer in shape.blocks:
-            light = "none" if split.recomputing >= 0 else split.recompute
-            work += count * self.layers.layer(layer, split, light).total.total
+        light = "none" if split.recomputing >= 0 else split.recompute
+        key = split.tp, split.cp, split.ep, split.etp, split.samples, split.sequence, split.cp_kind, light
+        if (work := self._works.get(key)) is None:
+            work = self.layers.embedding(split).total.total + self.layers.head(split).total.total
+            for count, layer in self.job.shape.blocks:
+                work += count * self.layers.layer(layer, split, light).total.total
+            self._works[key] = work
         mine = work / split.pp
         fill = mine * (split.pp - 1) / split.chunks if split.schedule in ("1f1b", "interleaved") else 0.0
         spread = self._spread(split)

@@ -224,5 +224,10 @@ class Memory:
         return max(self.ranks(split), key=lambda held: held.total)
 
     def least(self, split: Split) -> float:
-        """No less than this is held, whatever is recomputed: states alone."""
-        return max(sum(self._states(split, *each)) for each in self.parameters(split))
+        """No less than this is held, however much is recomputed and offloaded: parameters and gradients of the mean
+        rank of the pipeline, and the buffers."""
+        shape = self.job.shape
+        dense = sum(count * layer.dense for count, layer in shape.blocks) + shape.vocab * shape.hidden
+        routed = sum(count * layer.routed for count, layer in shape.blocks)
+        mean = dense / split.tp / split.pp, routed / (split.ep * split.etp) / split.pp
+        return sum(self._states(split._replace(offload=1.0), *mean)) + self.job.profile.first_memory_gib * GIB

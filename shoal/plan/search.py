@@ -24,6 +24,8 @@ from shoal.plan.work import Job, Split
 
 _TIMED = 240
 """Candidates that are timed at most."""
+_POWERS = (1, 2, 4, 8, 16)
+"""Samples of a micro-batch."""
 _BALANCED = 3
 """Plans whose layers are moved between stages."""
 _LIGHTER = (("none", 0.0), ("selective", 0.0), ("full", 0.0), ("full", 0.5), ("full", 1.0))
@@ -74,7 +76,10 @@ class Search:
         queue: list[tuple[float, int, Split, bool]] = []
         for split in splits(self.job, self._schedules):
             found.admitted += 1
-            queue.append((self.times.bound(split), found.admitted, split, False))
+            if self.memory.least(split) > self.memory.room:
+                found.too_large += 1
+            else:
+                queue.append((self.times.bound(split), found.admitted, split, False))
         heapq.heapify(queue)
         plans: dict[tuple[object, ...], Plan] = {}
         worst = float("inf")
@@ -142,8 +147,6 @@ class Search:
 
     def _lightest(self, split: Split, room: float) -> Split | None:
         """The variant that fits and takes least time: the lightest recomputation and offload."""
-        if self.memory.least(split._replace(offload=1.0)) > room:
-            return None
         for recompute, offload in _LIGHTER:
             if recompute == "selective" and not self.memory.keeps_scores:
                 continue
@@ -211,7 +214,10 @@ def _experts(job: Job, base: Split) -> Iterator[Split]:
 
 def _scheduled(job: Job, base: Split, schedules: Sequence[str]) -> Iterator[Split]:
     local = job.batch // base.dp
-    for samples in _divisors(local, 16):
+    for samples in _POWERS:
+        # Samples side by side on ranks that divide each of them: whole samples on each would move less.
+        if local % samples or (samples > 1 and base.cp > 1):
+            continue
         count = local // samples
         # ZeRO 1 moves no more than an all-reduce, and 2 no more than 1 where micro-batches do not add up.
         once = 2 if count == 1 and base.pp == 1 else 1
