@@ -11,9 +11,8 @@ from functools import cache
 from typing import NamedTuple
 
 from shoal.layout.kinds import SCHEDULES as KINDS
-from shoal.pipeline.program import PASSES, Op, giver, named, placement
+from shoal.pipeline.program import Act, Op, placement
 from shoal.pipeline.schedules import SCHEDULES
-from shoal.pipeline.turns import awaited_by_passes, in_turn
 
 _SIMULATED = 3
 """Rounds of as many micro-batches as there are ranks, after which steps repeat themselves."""
@@ -44,22 +43,34 @@ def order(schedule: str, ranks: int, count: int, chunks: int) -> Order:
     """The schedule's passes for ``count`` micro-batches through ``ranks`` ranks of ``chunks`` stages each."""
     programs = SCHEDULES[schedule](ranks, count, chunks)
     home = placement(programs)
-    stages = len(home)
-    places: dict[tuple[object, ...], int] = {}
+    queues = [_passes(program.actions, home, count) for program in programs]
+    done = [-1] * (2 * len(home) * count)
+    """By what a pass makes: its place among the steps."""
     steps: list[tuple[int, int, int, int]] = []
-    for rank, act in in_turn(programs, awaited_by_passes(home)):
-        source = giver(act, stages)
-        waits = places[source] if source else -1
-        cross = int(source is not None and home[source.stage] != rank)
-        places[named(act)] = len(steps)
-        steps.append((rank, 4 * act.stage + _KINDS[act.op], waits, cross))
+    reached, ready = [0] * ranks, list(range(ranks))
+    waiting: dict[int, int] = {}
+    while ready:
+        rank = ready.pop()
+        queue, at = queues[rank], reached[rank]
+        while at < len(queue):
+            cost, makes, takes, cross = queue[at]
+            waits = done[takes] if takes >= 0 else -1
+            if takes >= 0 and waits < 0:
+                waiting[takes] = rank
+                break
+            if makes >= 0:
+                done[makes] = len(steps)
+                if makes in waiting:
+                    ready.append(waiting.pop(makes))
+            steps.append((rank, cost, waits, cross))
+            at += 1
+        reached[rank] = at
+    assert all(at == len(queue) for at, queue in zip(reached, queues, strict=True)), "deadlock"
     live, held = [], []
     for program in programs:
         now = dict.fromkeys(program.stages, 0)
         most, then = 0, tuple(now.values())
         for act in program.actions:
-            if act.op not in PASSES:
-                continue
             if act.op is Op.FORWARD:
                 now[act.stage] += 1
                 if (total := sum(now.values())) > most:
@@ -69,6 +80,23 @@ def order(schedule: str, ranks: int, count: int, chunks: int) -> Order:
         live.append(most / max(1, len(program.stages)))
         held.append(then)
     return Order(ranks, home, tuple(steps), tuple(live), tuple(held))
+
+
+def _passes(actions: Sequence[Act], home: Sequence[int], count: int) -> list[tuple[int, int, int, int]]:
+    """(cost, what it makes, what it takes from the stage before or after, whether that is another rank's) of a rank's
+    passes; what is made is counted by stage, direction and micro-batch, and −1 is nothing."""
+    found, last = [], len(home) - 1
+    for act in actions:
+        kind, stage = _KINDS[act.op], act.stage
+        makes, source = -1, -1
+        if kind == 0:
+            makes, source = 2 * stage * count + act.micro_batch, stage - 1
+        elif kind != 2:
+            makes, source = (2 * stage + 1) * count + act.micro_batch, stage + 1 if stage < last else -1
+        takes = -1 if source < 0 else makes + 2 * (source - stage) * count
+        cross = int(source >= 0 and home[source] != home[stage])
+        found.append((4 * stage + kind, makes, takes, cross))
+    return found
 
 
 def rounds(schedule: str, ranks: int, count: int) -> int:
