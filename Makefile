@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train setup test parity bench gpu-check lint clean
+.PHONY: train setup test parity bench bench-plan gpu-check lint clean
 
 train: setup
 	$(BIN)/shoal train runs/quickstart.toml
@@ -31,6 +31,10 @@ parity: setup
 
 bench: setup
 	$(BIN)/python -m bench
+
+# How far the planner is off on published runs, in the folder that SHOAL_PLAN_DATA names.
+bench-plan: setup
+	$(BIN)/python -m bench.plan
 
 gpu-check: setup
 	$(BIN)/python -m bench.gpu_check

@@ -15,7 +15,7 @@ from shoal import config as configuration
 from shoal.data.tokenize import byte_tokenizer
 from shoal.train import verify as verification
 
-COMMANDS = ("train", "verify", "layout", "schedule", "data", "generate", "inspect", "import", "export")
+COMMANDS = ("train", "verify", "layout", "schedule", "plan", "data", "generate", "inspect", "import", "export")
 SHORT = sets(run__steps=3, checkpoint__every=2, evaluation__every=2, log__tensorboard="true")
 
 

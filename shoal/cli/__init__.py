@@ -13,6 +13,7 @@ from rich.markup import escape
 from shoal.cli.data import inspect_data, make_data
 from shoal.cli.models import export_folder, generate_text, import_folder, inspect
 from shoal.cli.pipelines import show_schedule
+from shoal.cli.plan import plan
 from shoal.cli.refusals import NamesValues
 from shoal.cli.reports import report
 from shoal.cli.train import show_layout, train, verify
@@ -35,6 +36,7 @@ app.command()(train)
 app.command()(verify)
 app.command(name="layout")(show_layout)
 app.command(name="schedule")(show_schedule)
+app.command()(plan)
 app.command()(report)
 app.add_typer(
     data,
