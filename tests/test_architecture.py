@@ -23,7 +23,7 @@ import pytest
 TIERS = (
     ("apart", {"errors"}),
     ("acyclic", {"layout", "config", "config_faults", "purposes"}),
-    ("acyclic", {"model", "optim", "data", "placement", "local", "mesh", "comm", "meter"}),
+    ("acyclic", {"model", "optim", "data", "placement", "local", "mesh", "comm", "meter", "storage"}),
     ("apart", {"pipeline", "data_parallel", "tensor", "context", "expert", "memory", "checkpoint"}),
     ("acyclic", {"build", "feed", "flow", "behind", "result"}),
     ("apart", {"engine"}),

@@ -61,7 +61,7 @@ class Norm:
 def _fewest(flats: Sequence[Flat], mesh: Mesh) -> Group:
     """The ranks that must add up to know the norm: this one alone, if every rank has every reduced gradient."""
     world = mesh.world
-    everything = all(len(each.division.same) == world.size for flat in flats for each in flat.bucket.own_ranges())
+    everything = all(len(each.division.same) == world.size for flat in flats for each in flat.bucket.ranges)
     agreed = torch.tensor([everything], dtype=torch.int64, device=world.device)
     all_reduce(agreed, world.everyone, "start", "min")
     return mesh.over() if agreed.item() else world.everyone

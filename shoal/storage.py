@@ -1,0 +1,20 @@
+"""Where the memory of a tensor is, and whether there is any: a tensor may only stand for one that had some.
+
+Stand-ins have a shape, a dtype, a device and a storage of so many bytes, and no address: what wants to know whether two
+tensors lie in one place asks here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def stands_in(tensor: Tensor) -> bool:
+    """Whether nothing is behind ``tensor``, wherever it says that it is."""
+    return tensor.untyped_storage().device.type == "meta"
+
+
+def same_place(one: Tensor, other: Tensor, start: int = 0) -> bool:
+    """Whether ``one`` begins at element ``start`` of ``other``, in the same memory."""
+    return torch._C._is_alias_of(one, other) and one.storage_offset() == other.storage_offset() + start
