@@ -17,7 +17,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 MOST_REAL = 1 << 20
 """Elements of a real tensor, at most: what is larger is a stand-in, whatever it is made of."""
@@ -40,24 +39,22 @@ class StandIns(TorchDispatchMode):
         return False  # true would import the whole compiler at the first operation
 
     def __torch_dispatch__(
-        self, op: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if op is torch.ops.prim.device.default:  # which is asked for more often than anything else
             return args[0].fake_device if isinstance(args[0], FakeTensor) else op(*args)
         kwargs = kwargs or {}
-        taken = _tensors((args, kwargs))
+        taken = [*_tensors(args), *_tensors(kwargs)]
         if any(isinstance(one, FakeTensor) for one in taken):
             if op is torch.ops.aten._local_scalar_dense.default:
                 return _unknown(taken[0])
-            with self._fake:
-                return op(*args, **kwargs)
+            return self._fake.dispatch(op, types, args, kwargs)
         if kwargs.get("device") == _META or any(one.is_meta for one in taken):
             return op(*args, **kwargs)
         made = op is torch.ops.aten.lift_fresh.default  # which announces a real tensor that has just been made
         if taken and not made and (op.is_view or op._schema.is_mutable or not _DEPENDS_ON_VALUES.isdisjoint(op.tags)):
             return op(*args, **kwargs)
-        with self._fake:
-            found = op(*args, **kwargs)
+        found = self._fake.dispatch(op, types, args, kwargs)
         real = all(
             one.numel() <= MOST_REAL and ((taken and not made) or not one.is_floating_point())
             for one in _tensors(found)
@@ -73,4 +70,11 @@ def _unknown(scalar: Tensor) -> float | int | bool:
 
 
 def _tensors(values: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    """Those in lists and tuples of any depth, and in the values of dictionaries: what operations are given."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [tensor for value in values for tensor in _tensors(value)]
