@@ -69,7 +69,9 @@ class Ledger:
 
     def entries(self) -> list[Entry]:
         """Everything, sorted by collective, axis and purpose."""
-        return [Entry(*key, n, float(self._words[key]), float(self._bytes[key])) for key, n in sorted(self._calls.items())]
+        return [
+            Entry(*key, n, float(self._words[key]), float(self._bytes[key])) for key, n in sorted(self._calls.items())
+        ]
 
     def clear(self) -> None:
         """Start counting from zero."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from shoal.comm.alone import Alone
 from shoal.comm.ledger import Entry
 from shoal.config import Config
 from shoal.data.batches import Batch, Synthetic
-from shoal.engine import Engine
 from shoal.errors import LayoutError, setting
 from shoal.layout import Layout
 from shoal.memory.account import RankMemory
@@ -110,7 +109,13 @@ def dryrun(config: Config, layout: Layout, rank: int, seen: Progress = _silent) 
 def check(layout: Layout, rank: int) -> None:
     """Raises :class:`~shoal.errors.LayoutError` where ``rank`` cannot be run dry under ``layout``."""
     if not 0 <= rank < layout.ranks:
-        raise LayoutError(setting("--rank", rank, f"the world has {layout.ranks:,} ranks", f"use 0 to {layout.ranks - 1}"))
+        raise LayoutError(
+            setting("--rank", rank, f"the world has {layout.ranks:,} ranks", f"use 0 to {layout.ranks - 1}")
+        )
+    for part in layout.offload:
+        if part.where == "nvme":
+            problem = "a dry run has no disk to write to"
+            raise LayoutError(setting("layout.offload", part, problem, f"use {part.what}:cpu, which frees as much"))
 
 
 def form_between(config: Config, layout: Layout, rank: int) -> list[int]:
@@ -125,10 +130,8 @@ def form_between(config: Config, layout: Layout, rank: int) -> list[int]:
     with _world(layout, rank, [], sent) as world:
         engine = make_engine(shallow, layout, world)
         batch = samples_of(config)(engine.mesh.coords["dp"], layout.dp)
-        try:
+        with suppress(_Told):
             engine.step(batch)
-        except _Told:
-            pass
     return told
 
 
