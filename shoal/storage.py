@@ -6,7 +6,6 @@ tensors lie in one place asks here.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
@@ -17,4 +16,7 @@ def stands_in(tensor: Tensor) -> bool:
 
 def same_place(one: Tensor, other: Tensor, start: int = 0) -> bool:
     """Whether ``one`` begins at element ``start`` of ``other``, in the same memory."""
-    return torch._C._is_alias_of(one, other) and one.storage_offset() == other.storage_offset() + start
+    return (
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and one.storage_offset() == other.storage_offset() + start
+    )

@@ -102,7 +102,7 @@ def _parts(full: Tensor, part: Tensor, group: Group) -> tuple[Tensor, ...]:
     assert full.ndim == 1, f"not flat: {tuple(full.shape)}"
     assert full.is_contiguous() and part.is_contiguous() and full.dtype == part.dtype  # noqa: PT018
     assert full.numel() == group.size * part.numel(), f"{full.numel()} words for {group.size} × {part.numel()}"
-    return full.tensor_split(group.size)
+    return full.view(group.size, part.numel()).unbind()
 
 
 def start_broadcast(tensor: Tensor, group: Group, purpose: str, source: int = 0) -> Pending:

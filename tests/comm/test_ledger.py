@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.comm.ledger import Ledger
+from shoal.comm.ledger import Entry, Ledger
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,17 @@ def test_a_message_counts_its_words_where_it_is_received() -> None:
     ledger.record("all_reduce", 4, 2, "pp", "norm", 4)
     assert (ledger.words("pp", "boundary"), ledger.calls("pp", "boundary")) == (12, 2)
     assert (ledger.words("pp"), ledger.calls()) == (16, 3)
+
+
+def test_entries_tell_collectives_of_one_purpose_apart_and_count_bytes() -> None:
+    ledger = Ledger()
+    ledger.record("all_gather", 12, 4, "dp", "parameters", 2)
+    ledger.record("broadcast", 12, 4, "dp", "parameters", 4)
+    ledger.receive(7, "pp", "boundary", 2)
+    ledger.receive(5, "pp", "boundary", 8)
+    assert ledger.entries() == [
+        Entry("all_gather", "dp", "parameters", 1, 9.0, 18.0),
+        Entry("broadcast", "dp", "parameters", 1, 9.0, 36.0),
+        Entry("message", "pp", "boundary", 2, 12.0, 54.0),
+    ]
+    assert ledger.table() == {"dp/parameters": 18.0, "pp/boundary": 12.0}

@@ -14,7 +14,7 @@ from shoal.comm.world import World
 from shoal.config import Config
 from shoal.layout import Layout
 from shoal.memory.account import RankMemory
-from shoal.train.dryrun import samples_of
+from shoal.train.dryrun import DryRun, samples_of
 from shoal.train.metering import Metering, step_measured
 from shoal.train.setup import make_engine
 
@@ -22,7 +22,7 @@ from shoal.train.setup import make_engine
 def measured(world: World, config: Config, layout: Layout) -> tuple[RankMemory, list[Entry], list[str]]:
     """Memory, what was received, and the actions, of the step that is measured."""
     with patch.object(shared._Sum, "_add_up", _unseen(shared._Sum._add_up)):
-        return _measured(world, config, layout)
+        return whole(world, config, layout)
 
 
 def _unseen(of_carrier: Any) -> Any:
@@ -35,7 +35,8 @@ def _unseen(of_carrier: Any) -> Any:
     return unseen
 
 
-def _measured(world: World, config: Config, layout: Layout) -> tuple[RankMemory, list[Entry], list[str]]:
+def whole(world: World, config: Config, layout: Layout) -> tuple[RankMemory, list[Entry], list[str]]:
+    """With what shared memory works in."""
     metering, steps = Metering(Path()), step_measured(layout) + 1
     with metering.building():
         engine = make_engine(config, layout, world)
@@ -49,3 +50,17 @@ def _measured(world: World, config: Config, layout: Layout) -> tuple[RankMemory,
     assert metering.found is not None
     actions = [str(event.act) for run in engine.recorder.runs for event in run]
     return metering.found, world.ledger.entries(), actions
+
+
+def as_real(found: DryRun, memory: RankMemory, received: list[Entry], actions: list[str], rel: float = 0.0) -> None:
+    """Everything is the same; bytes of a category up to ``rel`` of all that there are in its phase."""
+    assert list(map(str, found.actions)) == actions
+    assert list(found.received) == received
+    assert found.memory.phases.keys() == memory.phases.keys()
+    for phase, real in memory.phases.items():
+        dry = found.memory.phases[phase]
+        assert dry.host == real.host
+        for category in {*real.device, *dry.device}:
+            held = dry.device.get(category, 0), real.device.get(category, 0)
+            assert abs(held[0] - held[1]) <= rel * real.total, (found.memory.name, phase, category, held)
+        assert abs(dry.total - real.total) <= rel * real.total, (found.memory.name, phase, dry.total, real.total)
