@@ -7,7 +7,7 @@ import resource
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.meter import Meter
 from shoal.storage import stands_in
@@ -55,10 +55,15 @@ def test_terabytes_take_no_memory_and_fail_as_real_ones_would() -> None:
 def test_a_meter_counts_them_as_it_counts_real_ones(dtype: torch.dtype) -> None:
     def step() -> list[int]:
         with Meter() as meter:
-            block = nn.Sequential(nn.Linear(24, 40), nn.SiLU(), nn.LayerNorm(40), nn.Linear(40, 24)).to(dtype)
+            first, norm, last = (
+                nn.Linear(24, 40, dtype=dtype),
+                nn.LayerNorm(40, dtype=dtype),
+                nn.Linear(40, 24, dtype=dtype),
+            )
             x = torch.ones(2, 4, 7, 6, dtype=dtype)
             with meter.phase("forward"):
-                q: Tensor = block(x.flatten(2).view(2, 7, 24)).view(2, 7, 4, 6).transpose(1, 2)
+                h = last(norm(F.silu(first(x.flatten(2).view(2, 7, 24)))))
+                q = h.view(2, 7, 4, 6).transpose(1, 2)
                 y = F.scaled_dot_product_attention(q, x, x, is_causal=True)
             with meter.phase("backward"):
                 y.sum().backward()
