@@ -20,3 +20,14 @@ def same_place(one: Tensor, other: Tensor, start: int = 0) -> bool:
         one.untyped_storage()._cdata == other.untyped_storage()._cdata
         and one.storage_offset() == other.storage_offset() + start
     )
+
+
+def tensors_in(values: object) -> list[Tensor]:
+    """Those in tuples, lists and values of dictionaries of any depth: what an operation takes or makes."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [tensor for value in values for tensor in tensors_in(value)]

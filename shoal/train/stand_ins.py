@@ -18,6 +18,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.storage import tensors_in
+
 MOST_REAL = 1 << 20
 """Elements of a real tensor, at most: what is larger is a stand-in, whatever it is made of."""
 
@@ -44,7 +46,7 @@ class StandIns(TorchDispatchMode):
         if op is torch.ops.prim.device.default:  # which is asked for more often than anything else
             return args[0].fake_device if isinstance(args[0], FakeTensor) else op(*args)
         kwargs = kwargs or {}
-        taken = [*_tensors(args), *_tensors(kwargs)]
+        taken = tensors_in((args, kwargs))
         if any(isinstance(one, FakeTensor) for one in taken):
             if op is torch.ops.aten._local_scalar_dense.default:
                 return _unknown(taken[0])
@@ -57,7 +59,7 @@ class StandIns(TorchDispatchMode):
         found = self._fake.dispatch(op, types, args, kwargs)
         real = all(
             one.numel() <= MOST_REAL and ((taken and not made) or not one.is_floating_point())
-            for one in _tensors(found)
+            for one in tensors_in(found)
         )
         return op(*args, **kwargs) if real else found
 
@@ -67,14 +69,3 @@ def _unknown(scalar: Tensor) -> float | int | bool:
     if scalar.is_floating_point():
         return 0.0
     return False if scalar.dtype == torch.bool else 0
-
-
-def _tensors(values: object) -> list[Tensor]:
-    """Those in lists and tuples of any depth, and in the values of dictionaries: what operations are given."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, list | tuple):
-        return []
-    return [tensor for value in values for tensor in _tensors(value)]
