@@ -19,8 +19,8 @@ from shoal.memory.account import Memory, RankMemory
 from shoal.mesh import Grid
 from shoal.pipeline.program import Act, Op
 from shoal.purposes import ACTIVATIONS, GRADIENTS, PARAMETERS, STATES
-from shoal.report.memory_terminal import Bars, numbers
-from shoal.report.memory_words import Unit, parts, unit_of
+from shoal.report.memory_terminal import Bars
+from shoal.report.memory_words import HOST_WORDS, WORDS, Unit, parts, unit_of
 from shoal.report.wording import counted
 
 _SHOWN = 24
@@ -48,7 +48,7 @@ class Found(Protocol):
 
 def dryrun_report(found: Found, seconds: float) -> RenderableType:
     """Everything that ``shoal dryrun`` prints, but what to do next; it has taken ``seconds``."""
-    memory = Memory(found.layout, found.step, (found.memory,))
+    memory = Memory(found.layout, found.step, (replace(found.memory, name=f"rank {found.rank}"),))
     phase = found.memory.highest
     unit, peak = unit_of(memory), found.memory.phases[phase].total
     return Group(
@@ -59,12 +59,27 @@ def dryrun_report(found: Found, seconds: float) -> RenderableType:
         "",
         Bars(memory),
         "",
-        numbers(memory),
+        _held(found.memory, unit),
         "",
         _received(found.received),
         "",
         _program(found.actions),
     )
+
+
+def _held(memory: RankMemory, unit: Unit) -> Table:
+    """Of every part what there is of it in each phase."""
+    moments = memory.phases.values()
+    table = Table(unit.name, box=None, pad_edge=False, header_style="dim")
+    for phase in memory.phases:
+        table.add_column(phase, justify="right")
+    for part, words in WORDS.items():
+        if any(parts(moment)[part] for moment in moments):
+            table.add_row(words, *(unit.of(held) if (held := parts(moment)[part]) else "" for moment in moments))
+    table.add_row("[bold]on the device[/]", *(f"[bold]{unit.of(moment.total)}[/]" for moment in moments))
+    if any(moment.host for moment in moments):
+        table.add_row(HOST_WORDS, *(unit.of(moment.host) for moment in moments))
+    return table
 
 
 def _received(entries: Sequence[Entry]) -> RenderableType:

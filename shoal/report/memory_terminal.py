@@ -40,7 +40,7 @@ def memory_report(memory: Memory) -> RenderableType:
         "",
         Bars(memory),
         "",
-        numbers(memory),
+        _numbers(memory),
     )
 
 
@@ -90,7 +90,7 @@ def _legend(memory: Memory, plain: bool) -> Iterator[Text]:
     yield legend
 
 
-def numbers(memory: Memory) -> Table:
+def _numbers(memory: Memory) -> Table:
     """Of every rank and phase, each part and the total."""
     unit, hosted = unit_of(memory), has_host(memory)
     names = [part for part in WORDS if any(parts(moment)[part] for moment in memory.moments)]
