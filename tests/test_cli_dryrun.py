@@ -24,7 +24,7 @@ def test_a_person_is_shown_memory_words_actions_and_what_to_do_next(shoal: Shoal
     assert any(line.startswith("rank 5 (pp 1, dp 1) needs ") for line in lines)
     assert "layout dp=4,pp=2,mb=2,dtype=float64, 8 ranks" in " ".join(lines)
     rows = {tuple(line.split()[:2]) for line in lines}
-    assert {("parameters", "0.39"), ("on", "the"), ("message", "from"), ("all-reduce", "dp"), ("in", "all")} <= rows
+    assert {("parameters", "0.58"), ("on", "the"), ("message", "from"), ("all-reduce", "dp"), ("in", "all")} <= rows
     assert "2 forward passes, 2 backward passes" in result.out
     steps = result.out.partition("What to try next:")[2]
     assert "--layout dp=4,pp=2,mb=2,dtype=float64 --rank 1 --set model.layers=2 --set data.seq_len=8" in steps

@@ -39,6 +39,10 @@ Progress = Callable[[str, int, int], None]
 """(what is being done, how much is done, of how much)."""
 
 
+_OF_THE_FIRST = ("start", "boundary header")
+"""The purposes of words that are received in the first step alone."""
+
+
 def _silent(*_: object) -> None:
     pass
 
@@ -75,8 +79,8 @@ class DryRun:
 
 
 def dryrun(config: Config, layout: Layout, rank: int, seen: Progress = _silent) -> DryRun:
-    """Run rank ``rank`` of ``layout``, which has been filled in and fits (:func:`~shoal.train.setup.fit`), as far as
-    the first step that is like all later ones, of as many samples as any step has.
+    """Run rank ``rank`` of ``layout``, which has been filled in and fits (:func:`~shoal.train.setup.fit`), for
+    :func:`steps_of` steps, of as many samples as any step has, and tell of the last.
 
     Raises :class:`~shoal.errors.LayoutError` where there is no such rank or the layout takes something elsewhere that
     is not there, and whatever else the job would end with.
@@ -84,7 +88,7 @@ def dryrun(config: Config, layout: Layout, rank: int, seen: Progress = _silent) 
     check(layout, rank)
     coords = Grid(layout.axes).coords(rank)
     form = form_between(config, layout, Grid(layout.axes).rank({**coords, "pp": 0})) if coords["pp"] else []
-    steps, source = step_measured(layout) + 1, samples_of(config)
+    steps, source = steps_of(layout), samples_of(config)
     with _world(layout, rank, form) as world:
         metering = Metering(Path())
         seen("building", 0, 1)
@@ -102,8 +106,15 @@ def dryrun(config: Config, layout: Layout, rank: int, seen: Progress = _silent) 
         seen("steps", steps, steps)
         assert metering.found is not None, "the last step was measured"
         actions = tuple(event.act for run in engine.recorder.runs for event in run)
-        entries = tuple(world.ledger.entries())
+        entries = tuple(entry for entry in world.ledger.entries() if entry.purpose not in _OF_THE_FIRST)
         return DryRun(str(engine.layout), layout.ranks, rank, steps, metering.found, entries, actions)
+
+
+def steps_of(layout: Layout) -> int:
+    """How many steps it takes to come to one that is like all later ones: a single one, but where steps overlap, or the
+    host's memory grows to what is lent at a time. What a first one has besides, ranks tell each other in a few
+    words."""
+    return step_measured(layout) + 1 if layout.delayed or layout.offload else 1
 
 
 def check(layout: Layout, rank: int) -> None:

@@ -40,7 +40,7 @@ EXACT = (
     "dp=2,zero=2,offload=grads:cpu+optimizer:cpu",
     "pp=2,mb=2,offload=activations:cpu@0.5",
 )
-CLOSE = ("tp=4:2d", "tp=4:2.5d/1", "dp=2,zero=3{gather=int8;reduce=int8}")
+CLOSE = ("tp=4:2d", "tp=4:1x2x2", "dp=2,zero=3{gather=int8;reduce=int8}")
 """Whose peaks shared memory sees at another moment, when categories are others, or which it works in itself."""
 
 
