@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bench.trainers import Step
 from shoal.comm.ledger import Ledger
@@ -75,7 +77,8 @@ class Collectives(TorchDispatchMode):
             return
         collective, full_size = FULL_SIZE[name]
         ranks = next(size for size in map(_ranks, reversed(args)) if size)
-        self._ledger.record(collective, full_size(args, ranks), ranks, "mesh", name)
+        itemsize = next(leaf.itemsize for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+        self._ledger.record(collective, full_size(args, ranks), ranks, "mesh", name, itemsize)
 
 
 SILENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier")

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from shoal.purposes import ACTIVATIONS as ACTIVATIONS
 from shoal.purposes import BUFFERS as BUFFERS
 from shoal.purposes import HOST as HOST
 from shoal.purposes import OUTSIDE as OUTSIDE
 from shoal.purposes import WORKSPACE as WORKSPACE
+from shoal.storage import tensors_in
 
 ALL = "all"
 """The phase that is always open: its peak is the peak of the meter's whole life."""
@@ -269,16 +269,12 @@ class _Watch(TorchDispatchMode):
         if op is not torch.ops.prim.device.default and op._can_decompose():
             with self:  # inference mode hands over composites whole: watch the parts, or their scratch goes unseen
                 return op.decompose(*args, **kwargs)
-        taken = _tensors((args, kwargs))
+        taken = tensors_in((args, kwargs))
         if op is not torch.ops.aten.lift_fresh.default:  # which only announces a tensor that was just made
             self._meter._used(taken)
         out = op(*args, **kwargs)
-        self._meter._made([*taken, *_tensors(out)])  # what it took, too: it may have been resized
+        self._meter._made([*taken, *tensors_in(out)])  # what it took, too: it may have been resized
         return out
-
-
-def _tensors(values: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 @contextmanager

@@ -35,7 +35,7 @@ TIERS = (
             "sizes",
         },
     ),
-    ("acyclic", {"model", "optim", "data", "placement", "local", "mesh", "comm", "meter"}),
+    ("acyclic", {"model", "optim", "data", "placement", "local", "mesh", "comm", "meter", "storage"}),
     ("apart", {"pipeline", "data_parallel", "tensor", "context", "expert", "memory", "checkpoint"}),
     ("acyclic", {"build", "feed", "flow", "behind", "load", "overlap", "result"}),
     ("apart", {"engine"}),

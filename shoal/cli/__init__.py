@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from shoal.cli.data import inspect_data, make_data
+from shoal.cli.dryrun import dryrun
 from shoal.cli.models import export_folder, generate_text, import_folder, inspect
 from shoal.cli.pipelines import show_schedule
 from shoal.cli.plan import plan
@@ -37,6 +38,7 @@ app.command()(verify)
 app.command(name="layout")(show_layout)
 app.command(name="schedule")(show_schedule)
 app.command()(plan)
+app.command()(dryrun)
 app.command()(report)
 app.add_typer(
     data,

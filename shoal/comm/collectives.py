@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.comm.backends import Reduction, Work
 from shoal.comm.world import Group
+from shoal.storage import same_place
 
 
 class Pending:
@@ -45,7 +46,7 @@ def start_all_reduce(tensor: Tensor, group: Group, purpose: str, reduction: Redu
     """Begin to reduce ``tensor`` (contiguous) over ``group`` in place."""
     if group.backend is None:
         return Pending(None)
-    group.ledger.record("all_reduce", tensor.numel(), group.size, group.axis, purpose)
+    group.ledger.record("all_reduce", tensor.numel(), group.size, group.axis, purpose, tensor.itemsize)
     return Pending(group.backend.all_reduce(tensor, reduction), group, purpose)
 
 
@@ -59,11 +60,11 @@ def start_all_gather(out: Tensor, part: Tensor, group: Group, purpose: str) -> P
     order. ``part`` may be this rank's own slice of ``out``."""
     parts = _parts(out, part, group)
     own = parts[group.index]
-    if own.data_ptr() != part.data_ptr():
+    if not same_place(own, part):
         own.copy_(part.view(-1))
     if group.backend is None:
         return Pending(None)
-    group.ledger.record("all_gather", out.numel(), group.size, group.axis, purpose)
+    group.ledger.record("all_gather", out.numel(), group.size, group.axis, purpose, out.itemsize)
     return Pending(group.backend.all_gather(parts, part), group, purpose)
 
 
@@ -76,7 +77,7 @@ def start_reduce_scatter(out: Tensor, tensor: Tensor, group: Group, purpose: str
     if group.backend is None:
         flat.copy_(own)
         return Pending(None)
-    group.ledger.record("reduce_scatter", tensor.numel(), group.size, group.axis, purpose)
+    group.ledger.record("reduce_scatter", tensor.numel(), group.size, group.axis, purpose, tensor.itemsize)
     return Pending(group.backend.reduce_scatter(flat, parts), group, purpose)
 
 
@@ -92,7 +93,7 @@ def start_exchange(
     assert taken[group.index] == given[group.index] == 0, "what a rank has for itself stays"
     if group.backend is None:
         return Pending(None)
-    group.ledger.receive(into.numel(), group.axis, purpose)
+    group.ledger.receive(into.numel(), group.axis, purpose, into.itemsize, "exchange")
     return Pending(group.backend.exchange(into, taken, out, given), group, purpose)
 
 
@@ -101,7 +102,7 @@ def _parts(full: Tensor, part: Tensor, group: Group) -> tuple[Tensor, ...]:
     assert full.ndim == 1, f"not flat: {tuple(full.shape)}"
     assert full.is_contiguous() and part.is_contiguous() and full.dtype == part.dtype  # noqa: PT018
     assert full.numel() == group.size * part.numel(), f"{full.numel()} words for {group.size} × {part.numel()}"
-    return full.tensor_split(group.size)
+    return full.view(group.size, part.numel()).unbind()
 
 
 def start_broadcast(tensor: Tensor, group: Group, purpose: str, source: int = 0) -> Pending:
@@ -109,7 +110,7 @@ def start_broadcast(tensor: Tensor, group: Group, purpose: str, source: int = 0)
     assert tensor.is_contiguous(), "a message is one block of memory"
     if group.backend is None:
         return Pending(None)
-    group.ledger.record("broadcast", tensor.numel(), group.size, group.axis, purpose)
+    group.ledger.record("broadcast", tensor.numel(), group.size, group.axis, purpose, tensor.itemsize)
     return Pending(group.backend.broadcast(tensor, source), group, purpose)
 
 
@@ -127,7 +128,7 @@ def start_reduce(tensor: Tensor, group: Group, purpose: str, root: int) -> Pendi
     assert tensor.is_contiguous(), "a message is one block of memory"
     if group.backend is None:
         return Pending(None)
-    group.ledger.record("reduce", tensor.numel(), group.size, group.axis, purpose)
+    group.ledger.record("reduce", tensor.numel(), group.size, group.axis, purpose, tensor.itemsize)
     return Pending(group.backend.reduce(tensor, root), group, purpose)
 
 

@@ -70,7 +70,10 @@ def start_join(part: Tensor, dim: int, sizes: Sequence[int], group: Group, purpo
     def arrange() -> Tensor:
         if dim == 0 and len(set(sizes)) == 1:
             return parts.flatten(0, 1)
-        return torch.cat([one.narrow(dim, 0, size) for one, size in zip(parts, sizes, strict=True)], dim)
+        held = parts.unbind()
+        if len(set(sizes)) > 1:
+            held = tuple(one.narrow(dim, 0, size) for one, size in zip(held, sizes, strict=True))
+        return torch.cat(held, dim)
 
     return Arriving(start_all_gather(parts.view(-1), part, group, purpose), arrange)
 

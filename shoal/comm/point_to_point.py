@@ -47,5 +47,5 @@ def start_receive(tensor: Tensor, group: Group, source: int, tag: int, purpose: 
     """
     assert tensor.is_contiguous(), "a message is one block of memory"
     assert group.backend is not None, "nobody to receive from"
-    group.ledger.receive(tensor.numel(), group.axis, purpose)
+    group.ledger.receive(tensor.numel(), group.axis, purpose, tensor.itemsize)
     return Pending(group.backend.receive(tensor, source, tag))

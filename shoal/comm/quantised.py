@@ -16,6 +16,7 @@ from shoal.comm import collectives
 from shoal.comm.blocks import pack, packed_bytes, unpack
 from shoal.comm.collectives import Pending, start_exchange
 from shoal.comm.world import Group
+from shoal.storage import same_place
 
 
 class _Then(Pending):
@@ -70,7 +71,7 @@ def start_reduce_scatter(out: Tensor, tensor: Tensor, group: Group, purpose: str
         for row in came:
             unpack(row, term)
             total += term
-        if total.data_ptr() != out.data_ptr():
+        if not same_place(total, out):
             out.copy_(total)
 
     return _Then(start_exchange(came.view(-1), sizes, sent.view(-1), sizes, group, f"{purpose} int8"), arrived)

@@ -23,7 +23,8 @@ def start_push(tensor: Tensor, group: Group, purpose: str, to: int, reduction: R
     assert tensor.is_contiguous(), "a message is one block of memory"
     if group.backend is None:
         return Pending(None)
-    group.ledger.receive((group.size - 1) * tensor.numel() if group.index == to else 0, group.axis, purpose)
+    words = (group.size - 1) * tensor.numel() if group.index == to else 0
+    group.ledger.receive(words, group.axis, purpose, tensor.itemsize, "push")
     return Pending(group.backend.reduce(tensor, to, reduction), group, purpose)
 
 
@@ -32,5 +33,6 @@ def start_pull(tensor: Tensor, group: Group, purpose: str, source: int) -> Pendi
     assert tensor.is_contiguous(), "a message is one block of memory"
     if group.backend is None:
         return Pending(None)
-    group.ledger.receive(tensor.numel() if group.index != source else 0, group.axis, purpose)
+    words = tensor.numel() if group.index != source else 0
+    group.ledger.receive(words, group.axis, purpose, tensor.itemsize, "pull")
     return Pending(group.backend.broadcast(tensor, source), group, purpose)

@@ -17,6 +17,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -237,7 +238,7 @@ class World:
                 self._store = self._links = None
                 self._backends.clear()
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal.data_parallel.flat import Flat, other_memory
+from shoal.storage import same_place
 
 
 class Faces:
@@ -23,7 +24,7 @@ class Faces:
         if not self._hidden:
             return
         for slot, nothing in self._parts:
-            if slot.held.parameter.data_ptr() != nothing.data_ptr():
+            if not same_place(slot.held.parameter, nothing):
                 raise other_memory(slot.held.name)
             slot.held.parameter.data = slot.of(self._flat.params)
         self._hidden = False

@@ -16,6 +16,7 @@ from shoal.meter import mark
 from shoal.optim.runs import HALVES
 from shoal.placement import Division, Fragment, Holders
 from shoal.purposes import COMMUNICATION, GRADIENTS, PARAMETERS, STATES
+from shoal.storage import same_place
 
 
 class Zeros(Protocol):
@@ -234,7 +235,7 @@ class Flat:
                 raise ConfigError(f"Engine: {held.name} was frozen after the engine was made; do it before")
             if start == stop or not is_open(self.params):
                 continue  # nothing there to have an address
-            if face.data_ptr() != self.params.data_ptr() + start * self.params.element_size():
+            if not same_place(face, self.params, start):
                 raise other_memory(held.name)
 
     def check_unwritten(self) -> None:

@@ -73,7 +73,7 @@ class Norm:
 def _all_alike(flats: Sequence[Flat], mesh: Mesh) -> bool:
     """Whether every rank has every reduced gradient."""
     world = mesh.world
-    everything = all(len(each.division.same) == world.size for flat in flats for each in flat.bucket.own_ranges())
+    everything = all(len(each.division.same) == world.size for flat in flats for each in flat.bucket.ranges)
     agreed = torch.tensor([everything], dtype=torch.int64, device=world.device)
     all_reduce(agreed, world.everyone, "start", "min")
     return bool(agreed.item())

@@ -21,9 +21,11 @@ from math import ceil
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
+
+from shoal.storage import stands_in
 
 LEAST = 1 << 12
 """Bytes: a smaller storage stays."""
@@ -99,11 +101,11 @@ class Offload:
 
     def _pack(self, visit: _Visit, staying: Collection[int], tensor: Tensor) -> _View | _Here:
         storage = tensor.untyped_storage() if _plain(tensor) and tensor.device.type == self._device.type else None
-        if storage is None or storage.nbytes() < LEAST or storage.data_ptr() in staying:
+        if storage is None or storage.nbytes() < LEAST or storage._cdata in staying:
             return _Here(tensor, tensor._version)
         shared: _Shared | None = getattr(storage, _GONE, _nothing)()
         if shared is None or shared.version != tensor._version:
-            shared = _Shared(self._elsewhere.put(as_bytes(storage)), tensor._version)
+            shared = _Shared(self._elsewhere.put(_all_of(tensor)), tensor._version)
             setattr(storage, _GONE, weakref.ref(shared))
         offset = int(tensor.storage_offset())
         return _View(visit.keep(shared), tensor.dtype, offset, tensor.size(), tensor.stride())
@@ -181,7 +183,8 @@ class _View(NamedTuple):
 
     def tensor(self) -> Tensor:
         data = self.kept.fetch().wait()
-        return as_bytes(data.untyped_storage(), self.dtype, self.offset, self.size, self.stride)
+        whole = data[: len(data) // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
+        return whole.as_strided(self.size, self.stride, self.offset)
 
 
 class _Here(NamedTuple):
@@ -191,20 +194,14 @@ class _Here(NamedTuple):
     version: int
 
 
-def as_bytes(
-    storage: UntypedStorage,
-    dtype: torch.dtype = torch.uint8,
-    offset: int = 0,
-    size: Sequence[int] | None = None,
-    stride: Sequence[int] = (1,),
-) -> Tensor:
-    """A view of a storage, unknown to autograd: all its bytes, unless told."""
-    shape = (storage.nbytes(),) if size is None else tuple(size)
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, tuple(stride))
+def _all_of(tensor: Tensor) -> Tensor:
+    """The whole storage of ``tensor``, as bytes, unknown to autograd."""
+    elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.detach().as_strided((elements,), (1,), 0).view(torch.uint8)
 
 
 def _storages(tensors: Sequence[object]) -> set[int]:
-    return {one.untyped_storage().data_ptr() for one in tensors if isinstance(one, Tensor)}
+    return {one.untyped_storage()._cdata for one in tensors if isinstance(one, Tensor)}
 
 
 _GONE = "gone"
@@ -218,7 +215,8 @@ def _nothing() -> None:
 def _plain(tensor: Tensor) -> bool:
     """Whether bytes and strides are all there is to know of it."""
     strided = tensor.layout is torch.strided and not tensor.is_quantized
-    return type(tensor) is Tensor and strided and not (tensor.is_complex() or tensor.is_neg())
+    known = type(tensor) is Tensor or (stands_in(tensor) and not isinstance(tensor, nn.Parameter))
+    return known and strided and not (tensor.is_complex() or tensor.is_neg())
 
 
 def _unpack(packed: _View | _Here) -> Tensor:

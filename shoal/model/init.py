@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.placement import Piece, Placement
+from shoal.storage import stands_in
 
 
 def fill(local: Tensor, placement: Placement, seed: int, std: float) -> None:
@@ -22,6 +23,8 @@ def fill(local: Tensor, placement: Placement, seed: int, std: float) -> None:
     Matrices are normal with standard deviation ``std``; vectors are ones (the weights of norms) unless their name ends
     in "bias", which is zero. With a ``std`` of 0 everything is.
     """
+    if stands_in(local):
+        return
     with torch.no_grad():
         local.zero_()
         for piece in placement.pieces:

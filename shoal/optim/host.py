@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shoal.optim.native import NotBuilt, library
 from shoal.optim.runs import HALVES
+from shoal.storage import stands_in
 
 PIECE = 1 << 23
 """Elements that are updated at a time without native code, so that scaled gradients take little memory: 32 MiB."""
@@ -91,6 +92,8 @@ def native() -> Callable[[Update], None] | None:
         assert all(state.dtype == params.dtype for state in (update.exp_avg, update.exp_avg_sq))
         assert half is None or half.dtype in HALVES
         assert all(one.shape == params.shape and one.is_contiguous() and one.is_cpu for one in tensors)
+        if stands_in(params):
+            return
         function(
             *(tensor.data_ptr() for tensor in update[:4]),
             None if half is None else half.data_ptr(),

@@ -41,7 +41,8 @@ class Metering:
     def __init__(self, folder: Path) -> None:
         self._path, self._meter = folder / MEMORY, Meter(meta=False)
         self._step = -1
-        self._found: RankMemory | None = None
+        self.found: RankMemory | None = None
+        """Of this rank, once the step is over."""
 
     def building(self) -> AbstractContextManager[object]:
         """While the engine is built, whose memory this is about."""
@@ -66,7 +67,7 @@ class Metering:
                 yield
         finally:
             engine.recorder.within = None
-        self._found = measured(self._meter, self._before, name_of(engine.world.rank, engine.mesh.grid))
+        self.found = measured(self._meter, self._before, name_of(engine.world.rank, engine.mesh.grid))
 
     def _phase(self, act: Act) -> AbstractContextManager[None]:
         phase = _PHASE_OF.get(act.op)
@@ -75,7 +76,7 @@ class Metering:
     def write(self) -> dict[str, Any] | None:
         """Write the file on the first rank; what there is to tell of it, there. None where no step was measured. All
         ranks call this, once."""
-        world, found = self._engine.world, self._found
+        world, found = self._engine.world, self.found
         mine = json.dumps(found.as_json() if found is not None else None)
         parts = [json.loads(part) for part in all_gather_bytes(mine.encode(), world.everyone, world.device)]
         if world.rank != 0 or found is None:
