@@ -24,8 +24,8 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, 2405.04434): ranks of the compressed queries (0 where they are not) and of
-    the keys and values, and the part of a head that carries positions."""
+    """Multi-head latent attention (DeepSeek-V2, 2405.04434): ranks of the compressed queries (0: not compressed) and
+    of keys and values, and the part of a head that carries positions."""
 
     query_rank: int
     key_value_rank: int
