@@ -71,12 +71,12 @@ def sensitivity(job: Job, found: Found, constants: Constants) -> Iterator[tuple[
     if cluster.nodes > 1:
         wider = fastest(replace(job, cluster=replace(cluster, nic=2 * cluster.nic)))
         yield "one more network card a device", wider.estimate.step_s, _difference(wider, best)
-    if found.nearly:
-        search = Search(job, constants)
-        larger = min((search.price(split) for _, split in found.nearly[:4]), key=lambda plan: plan.estimate.step_s)
+    search = Search(job, constants)
+    within = [plan for _, split in found.nearly if (plan := search.price(split)).gib < 2 * cluster.device.memory_gib]
+    larger = min(within, key=lambda plan: plan.estimate.step_s, default=best)
+    if larger.estimate.step_s < best.estimate.step_s:
         text = f"{_difference(larger, best)}, with {larger.gib:.0f} GiB a device"
-        if larger.estimate.step_s < best.estimate.step_s:
-            yield "more memory", larger.estimate.step_s, text
+        yield "more memory", larger.estimate.step_s, text
     if job.width == 2 and job.profile.gradient_bytes > 2:
         half = fastest(replace(job, profile=replace(job.profile, gradient_bytes=2, reduce_bytes=2)))
         yield "bf16 gradients", half.estimate.step_s, f"{_difference(half, best)}, {half.gib - best.gib:+.1f} GiB"

@@ -22,7 +22,7 @@ from shoal.plan.memory import GIB, Held, Memory
 from shoal.plan.profile import Constants
 from shoal.plan.work import Job, Split
 
-_TIMED = 240
+_TIMED = 600
 """Candidates that are timed at most."""
 _POWERS = (1, 2, 4, 8, 16)
 """Samples of a micro-batch."""

@@ -24,8 +24,8 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, 2405.04434): ranks of the compressed queries, keys and values, and the
-    part of a head that carries positions."""
+    """Multi-head latent attention (DeepSeek-V2, 2405.04434): ranks of the compressed queries (0: not compressed) and
+    of keys and values, and the part of a head that carries positions."""
 
     query_rank: int
     key_value_rank: int
@@ -60,9 +60,13 @@ class Layer:
                 Matrix("out", self.heads * d, h, "rows"),
             )
         whole = d + latent.rotary
+        queries = (
+            (Matrix("q_down", h, latent.query_rank, "none"), Matrix("q_up", latent.query_rank, self.heads * whole))
+            if latent.query_rank
+            else (Matrix("q", h, self.heads * whole),)
+        )
         return (
-            Matrix("q_down", h, latent.query_rank, "none"),
-            Matrix("q_up", latent.query_rank, self.heads * whole),
+            *queries,
             Matrix("kv_down", h, latent.key_value_rank + latent.rotary, "none"),
             Matrix("kv_up", latent.key_value_rank, self.heads * 2 * d),
             Matrix("out", self.heads * d, h, "rows"),
@@ -172,9 +176,10 @@ def of_model(model: Any) -> Shape:
         return getattr(model, name, None) or default
 
     experts = field("experts")
-    latent = None
-    if field("kv_rank"):
-        latent = Latent(field("q_rank"), field("kv_rank"), field("rotary_dim"))
+    latent, head_dim = None, model.head_dim
+    if given := field("latent", None):
+        # Values are as wide as what of a key does not turn, in all models that have them.
+        latent, head_dim = Latent(given.query_rank or 0, given.rank, given.turned_dim), given.value_dim
     expert_ffn = field("expert_ffn", model.ffn)
 
     def layer(routed: bool) -> Layer:
@@ -182,7 +187,7 @@ def of_model(model: Any) -> Shape:
             model.hidden,
             model.heads,
             model.kv_heads,
-            model.head_dim,
+            head_dim,
             model.ffn,
             model.gated,
             experts if routed else 0,
