@@ -155,19 +155,18 @@ def _check_buffers(layout: Layout, layers: Sequence[tuple[str, nn.Module]], stag
 def interpreter_of(layout: Layout, roles: RoleTable) -> Interpreter:
     """``tp``, ``cp``, ``ep`` and ``etp``: who answers for each role."""
     inner = _with_experts(layout, roles, _tensor_interpreter(layout, roles))
-    if layout.cp == 1:
+    rows = {axis: size for axis, size in layout.tensor_axes if axis in inner.loss_axes}
+    if layout.cp == prod(rows.values()) == 1:
         return inner
     if not roles:
         problem = "the module has no role table that tells where attention is"
         raise LayoutError(setting("layout.cp", layout.cp, problem, "use cp=1"))
-    return OverPositions(inner, Division(*layout.cp_grid), gather=layout.cp_kind == "gather")
+    return OverPositions(inner, Division(*layout.cp_grid), gather=layout.cp_kind == "gather", rows=rows)
 
 
-def part_of(layout: Layout, coords: Coords) -> Callable[[Batch], Batch]:
+def part_of(interpreter: Interpreter, coords: Coords) -> Callable[[Batch], Batch]:
     """``cp``: what of a micro-batch, whose samples all ranks of a replica have, the one at ``coords`` works on."""
-    if layout.cp == 1:
-        return lambda batch: batch
-    return partial(Division(*layout.cp_grid).part, index=coords["cp"])
+    return partial(interpreter.part, coords=coords) if isinstance(interpreter, OverPositions) else lambda batch: batch
 
 
 def _with_experts(layout: Layout, roles: RoleTable, tensor: Interpreter) -> Interpreter:

@@ -101,7 +101,7 @@ class Engine:
         """Writes down what this rank does, while it is told to."""
         self.mesh = Mesh(self.layout.axes, self.world)
         self._interpreter = interpreter_of(self.layout, self.task.roles)
-        self._part = part_of(self.layout, self.mesh.coords)
+        self._part = part_of(self._interpreter, self.mesh.coords)
         self._open_groups()
         self._apply()
 

@@ -7,8 +7,9 @@ another module.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from torch import nn
 
@@ -17,7 +18,7 @@ from shoal.context.two_level import DividedAttention
 from shoal.context.zigzag import Division
 from shoal.local import Interpreter
 from shoal.mesh import Coords, Mesh
-from shoal.model.context import Context
+from shoal.model.context import Batch, Context
 from shoal.model.roles import Role
 from shoal.placement import Rule
 
@@ -26,10 +27,22 @@ AXIS = "cp"
 
 class OverPositions:
     """The interpreter of a ``division`` of positions over the mesh axis ``cp``; what each rank then has is divided
-    further by the ``inner`` one. ``gather`` says whether keys and values are gathered or go round."""
+    further by the ``inner`` one. ``gather`` says whether keys and values are gathered or go round. ``rows`` are the
+    mesh axes, with their sizes, on which ranks of the inner one have different samples: positions, where a micro-batch
+    has fewer samples."""
 
-    def __init__(self, inner: Interpreter, division: Division, *, gather: bool = False) -> None:
+    def __init__(
+        self, inner: Interpreter, division: Division, *, gather: bool = False, rows: Mapping[str, int] | None = None
+    ) -> None:
         self.inner, self.division, self.gather = inner, division, gather
+        self.rows = dict(rows or {})
+
+    def part(self, batch: Batch, coords: Coords) -> Batch:
+        """What of a micro-batch is for the ranks that differ from the one at ``coords`` in tensor parallelism alone."""
+        rows = prod(self.rows.values())
+        if len(batch["tokens"]) < rows:
+            return self.division.folded(batch, coords[AXIS], rows)
+        return batch if self.division == Division() else self.division.part(batch, coords[AXIS])
 
     @property
     def loss_axes(self) -> tuple[str, ...]:
@@ -42,8 +55,16 @@ class OverPositions:
         module = self.inner.adapt(role, module, mesh)
         if role.kind != "attention":
             return module
-        line, at, inside = mesh.ranks_over(AXIS), mesh.coords[AXIS], self.division.ulysses
-        groups = line[at // inside * inside :][:inside], line[at % inside :: inside]
+        at, inside = mesh.coords[AXIS], self.division.ulysses
+        place, part = divmod(at, inside)
+
+        def of(ranks: Iterable[int], ulysses: bool) -> tuple[int, ...]:
+            """Those with the same place of the ring, or the same part of its chunks."""
+            found = ((rank, divmod(mesh.grid.coords(rank)[AXIS], inside)) for rank in ranks)
+            return tuple(rank for rank, (p, u) in found if (p == place if ulysses else u == part))
+
+        line, field = mesh.ranks_over(AXIS), mesh.ranks_over(AXIS, *self.rows)
+        groups = of(line, ulysses=True), of(line, ulysses=False), of(field, ulysses=False)
         mesh.open_groups(set(groups))
         return DividedAttention(module, *(mesh.group(ranks) for ranks in groups), gather=self.gather)
 
@@ -56,5 +77,9 @@ class OverPositions:
         local: Context = self.inner.localise(ctx, coords)
         if ctx.places is None:
             return local
-        at = coords[AXIS] // self.division.ulysses
-        return replace(local, blocks=plan_of(self.division, ctx.length, at, ctx.window, local.documents))
+        at, division = coords[AXIS] // self.division.ulysses, self.division
+        if ctx.places.ndim > 1:
+            division = division.over_rows(prod(self.rows.values()))
+            for axis, size in self.rows.items():
+                at = at * size + coords[axis]
+        return replace(local, blocks=plan_of(division, ctx.length, at, ctx.window, local.documents))

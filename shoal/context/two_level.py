@@ -20,20 +20,21 @@ from shoal.model.context import Context
 class DividedAttention(nn.Module):
     """Softmax attention of the positions that this rank has, over those of all; ``whole`` is that of a context whose
     positions are not divided. ``inside`` is the group that exchanges heads, ``around`` the one over which keys and
-    values go, gathered at once if ``gather``."""
+    values go, gathered at once if ``gather``; ``with_rows`` that group where rows of a grid divide positions too."""
 
-    def __init__(self, whole: nn.Module, inside: Group, around: Group, *, gather: bool) -> None:
+    def __init__(self, whole: nn.Module, inside: Group, around: Group, with_rows: Group, *, gather: bool) -> None:
         super().__init__()
-        self.whole, self.inside, self.around = whole, inside, around
+        self.whole, self.inside, self.around, self.with_rows = whole, inside, around, with_rows
         self.over_keys = gathered_attention if gather else ring_attention
 
     def forward(self, q_BNTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, ctx: Context) -> Tensor:
         plan: Plan | None = ctx.blocks
         if plan is None:
             return self.whole(q_BNTD, k_BKTD, v_BKTD, ctx)  # type: ignore[no-any-return]
-        chunks = 2 if self.around.size > 1 else 1
+        around = self.around if len(plan.blocks) == self.around.size else self.with_rows
+        chunks = 2 if around.size > 1 else 1
         q, k, v = q_BNTD, k_BKTD, v_BKTD
         if self.inside.size > 1:
             q, k, v = to_heads(q, k, v, chunks, self.inside)
-        out = self.over_keys(q.unflatten(1, (k.shape[1], -1)), k, v, plan, self.around).flatten(1, 2)
+        out = self.over_keys(q.unflatten(1, (k.shape[1], -1)), k, v, plan, around).flatten(1, 2)
         return to_positions(out, chunks, self.inside) if self.inside.size > 1 else out

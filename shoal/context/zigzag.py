@@ -6,6 +6,9 @@ the other has too much (zigzag, Llama 3 and ring-flash-attention). Where attenti
 ranks as well (Ulysses), each of a ring's chunks is cut into U parts in a row, one a rank; without a ring there is one
 chunk. A sample is padded to a multiple of 2·R·U positions (of U without a ring): its last position again, which no
 other looks at, and which counts in no loss.
+
+Rows of a tensor-parallel grid divide samples. Where a micro-batch has fewer, they divide positions instead, as more
+places of the ring: the batch then is folded, each row's positions of all samples after those of the row before.
 """
 
 from __future__ import annotations
@@ -53,6 +56,23 @@ class Division:
         for start, stop in self.spans(length, at):
             size = (stop - start) // self.ulysses
             found += range(start + part * size, start + (part + 1) * size)
+        return found
+
+    def over_rows(self, rows: int) -> Division:
+        """With so many rows at each place of the ring."""
+        return Division(self.ulysses, self.ring * rows)
+
+    def folded(self, batch: Batch, index: int, rows: int) -> Batch:
+        """What the ``rows`` of rank number ``index`` have between them where there are fewer samples: each has some
+        positions of all. Of what there is a row for each sample, there are then ``rows`` times as many; ``places`` is
+        int64 [rows · samples, positions here]."""
+        at, part = divmod(index, self.ulysses)
+        further, samples = self.over_rows(rows), len(batch["tokens"])
+        parts = [further.part(batch, (at * rows + row) * self.ulysses + part) for row in range(rows)]
+        found = dict(parts[0], sample=batch["sample"].repeat(rows))
+        for name in ("tokens", "labels", "positions", "places"):
+            if name in found:
+                found[name] = torch.cat([one[name].expand(samples, -1) for one in parts])
         return found
 
     def part(self, batch: Batch, index: int) -> Batch:

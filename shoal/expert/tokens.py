@@ -62,6 +62,7 @@ class DividedTokens(nn.Module):
         super().__init__()
         self.stream, sizes = stream, dict(mesh.grid.axes)
         self.sequences = mesh.over(*stream.shared)
+        self.everyones = mesh.over(*stream.shared, *stream.samples)
         self.across = mesh.over(*(axis for axis in (stream.hidden, stream.repeated) if axis))
         self.part = 0
         for axis in stream.samples:
@@ -80,23 +81,26 @@ class SomeTokens:
         samples, positions = x_BTH.shape[:2]
         self._first = way.part * samples
         self._samples = min(max(0, ctx.samples - self._first), samples)
-        places = ctx.places
+        self._sequences, places = way.sequences, ctx.places
+        number = torch.arange(samples, device=x_BTH.device)[:, None]
         if places is None:
             places = torch.arange(positions, device=x_BTH.device) + way.at * positions
-        inside = torch.arange(samples, device=x_BTH.device)[:, None] < self._samples
-        inside = inside & (places < ctx.length)
-        real = inside.flatten().nonzero()[:, 0]
-        self._real = real if len(real) < inside.numel() else None
-        where = (torch.arange(samples, device=x_BTH.device)[:, None] * ctx.length + places).flatten()[real]
+        real = ((number < self._samples) & (places < ctx.length)).flatten().nonzero()[:, 0]
+        self._real = real if len(real) < samples * positions else None
+        whole = ctx.samples if ctx.counted is None else len(ctx.counted)
+        if whole < ctx.samples:  # samples here are parts of the whole ones, which all have parts of
+            number = (self._first + number) % whole
+            self._sequences, self._first, self._samples = way.everyones, 0, whole
+        where = (number * ctx.length + places).flatten()[real]
         self._sizes = tuple(split_evenly(len(real), way.across.size))
         self._where = where.split(self._sizes)[way.across.index]
         x = x_BTH.flatten(0, 1)
         self.rows = self._enter(x if self._real is None else x.index_select(0, self._real))
-        self.sharers = way.sequences.size
+        self.sharers = self._sequences.size
 
     def of_all(self, scores_NE: Tensor) -> Tensor:
         shape = self._samples, self._ctx.length, scores_NE.shape[1]
-        whole: Tensor = _Everyones.apply(scores_NE, self._where, shape, self._way.sequences)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Everyones.apply(scores_NE, self._where, shape, self._sequences)  # type: ignore[no-untyped-call]
         return whole
 
     def of_own(self, found_STE: Tensor) -> Tensor:

@@ -67,7 +67,8 @@ class Context:
     context parallelism."""
     places: Tensor | None = None
     """Which positions of the sample those here are: int64 [positions here], those from ``length`` on being padding.
-    None for all of them, in order."""
+    None for all of them, in order; [samples here, positions here] where rows of a grid have fewer samples than rows,
+    and samples are parts of one."""
     documents: Tensor | None = None
     """int64 [samples, length], where ``places`` are divided: of all positions."""
     window: int | None = None

@@ -49,7 +49,8 @@ class Noise:
 
     @classmethod
     def at(cls, seed: int, step: int, sample: Tensor, positions: Tensor) -> Noise:
-        """Keys for samples numbered ``sample`` (int64 [samples]) at ``positions`` (int64 [positions])."""
+        """Keys for samples numbered ``sample`` (int64 [samples]) at ``positions`` (int64 [positions], or
+        [samples, positions])."""
         key = blake2b(f"{seed}/{step}".encode(), digest_size=7).digest()
         samples = _mix(sample + int.from_bytes(key, "little"))
         return cls(_mix(samples[:, None] + positions))

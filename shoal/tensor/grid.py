@@ -173,7 +173,10 @@ class OnGrid(ABC):
         rope, mask, labels, positions, noise = ctx.rope, ctx.mask, ctx.labels, ctx.positions, ctx.noise
         newest, places, documents = ctx.newest, ctx.places, ctx.documents
         if attended.parts > 1:
-            documents = None if documents is None else attended.of_each(documents)
+            if places is not None and places.ndim > 1:  # of every sample some positions are here
+                places = attended.of(places)[0] if stream.parts == attended.parts else stream.of(places)
+            elif documents is not None:
+                documents = attended.of_each(documents)
             rope = rope and (attended.of_each(rope[0]), attended.of_each(rope[1]))
             mask = None if mask is None else attended.of_each(mask)
             labels = None if labels is None else stream.of(labels, IGNORED)
@@ -186,7 +189,7 @@ class OnGrid(ABC):
                 known = positions if rope is None else rope[0]
                 places = torch.arange(first, first + size, device=None if known is None else known.device)
             else:
-                places = pad(places[first : first + size], 0, size, ctx.length)
+                places = pad(places[..., first : first + size], -1, size, ctx.length)
             positions = None if positions is None else pad(positions[:, first : first + size], 1, size)
             noise = noise and noise.part(first, size)
             newest = None if newest is None else newest % size

@@ -23,7 +23,7 @@ from shoal.report.wording import ranks_text
 DOCUMENTED = {
     "layout": "dp=2,tp=2:1d-sp,pp=2:1f1b,zero=3,mb=4", "layout-2d": "tp=4:2d", "layout-2.5d": "tp=8:2.5d",
     "layout-3d": "tp=8:3d", "layout-1x2x2": "tp=4:1x2x2", "layout-zb-v": "pp=2:zb-v,mb=4",
-    "layout-server": "dp=4,sync=server/2",
+    "layout-server": "dp=4,sync=server/2", "layout-cp": "cp=4", "layout-cp-2x2": "cp=4:2x2",
 }  # fmt: skip
 
 
