@@ -23,9 +23,9 @@ import pytest
 TIERS = (
     ("apart", {"errors"}),
     ("acyclic", {"layout", "config", "config_faults", "purposes"}),
-    ("acyclic", {"model", "optim", "data", "placement", "local", "mesh", "comm", "meter"}),
+    ("acyclic", {"model", "optim", "data", "placement", "local", "mesh", "comm", "meter", "trace"}),
     ("apart", {"pipeline", "data_parallel", "tensor", "context", "expert", "memory", "checkpoint"}),
-    ("acyclic", {"build", "feed", "flow", "behind", "result"}),
+    ("acyclic", {"build", "own", "feed", "flow", "behind", "result"}),
     ("apart", {"engine"}),
     ("apart", {"train"}),
     ("apart", {"cli"}),

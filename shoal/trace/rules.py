@@ -23,7 +23,7 @@ Values = dict[fx.Node, Found]
 _ELEMENTWISE = {
     "to", "contiguous", "clone", "detach", "alias", "dropout", "type_as", "float", "gelu", "silu", "relu", "square",
 }  # fmt: skip
-_RESHAPES = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "_unsafe_view", "view_as"}
+_RESHAPES = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "_unsafe_view"}
 _ALONG = {"softmax", "_softmax", "log_softmax", "_log_softmax"}
 _REDUCTIONS = {"sum", "mean", "amax", "amin", "logsumexp", "var", "std", "linalg_vector_norm"}
 ATTENTION = {"scaled_dot_product_attention", *_ALONG}
@@ -120,7 +120,7 @@ def _spread(value: Value, dims: Sequence[tuple[Size, ...]]) -> Tensor:
 
 def _reshape(node: fx.Node, values: Values, atoms: Atoms) -> Value:
     found = regrouped(_one(node, values), sizes_of(node))
-    if found is None:
+    if found is None or any(isinstance(one, torch.dtype) for one in node.args):
         raise Unknown
     return found
 
