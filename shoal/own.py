@@ -30,7 +30,11 @@ def task_of(
     Raises :class:`ConfigError` where it cannot be traced, and :class:`LayoutError` for what no traced module can do.
     """
     task = as_task(model, loss, weight)
-    if example is None or not isinstance(task, PlainTask) or (layout.tp == 1 and (layout.pp == 1 or task.runs_its_layers)):
+    if (
+        example is None
+        or not isinstance(task, PlainTask)
+        or (layout.tp == 1 and (layout.pp == 1 or task.runs_its_layers))
+    ):
         return task
     if layout.recompute == "selective":
         problem = "a traced module does not tell where the core of attention is"

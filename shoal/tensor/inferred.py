@@ -135,7 +135,9 @@ class InferredOneD:
             if have < size or (even and have % size):
                 what = "heads" if even else "rows"
                 legal = max(n for n in range(1, min(size, have) + 1) if not even or have % n == 0)
-                problem = f"{name} has {have} {'groups of ' if even else ''}{what}, which do not divide over {size} ranks"
+                problem = (
+                    f"{name} has {have} {'groups of ' if even else ''}{what}, which do not divide over {size} ranks"
+                )
                 raise LayoutError(setting("layout.tp", size, problem, f"use tp={legal}"))
             if site.transposed and len({rows for _, rows in role.parts}) > 1:
                 problem = f"the parts of {name}, a transposed matrix, are of different widths"

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.errors import ConfigError
 from shoal.model.task import evaluating
+from shoal.trace.labels import size
 
 aten = torch.ops.aten
 ADVICE = "use dp or zero, which run the module as it is"
@@ -88,7 +89,7 @@ def capture(module: nn.Module, inputs: Tensor) -> Captured:
     for name, one in module.named_parameters(remove_duplicate=False):
         first.setdefault(one, name)
     named = {node: first[module.get_parameter(name)] for node, name in of_kind.get(InputKind.PARAMETER, {}).items()}
-    sizes = tuple(n if isinstance(n, int) else None for n in entry.meta["val"].shape)
+    sizes = tuple(found if isinstance(found := size(n), int) else None for n in sizes_of(entry))
     assert training.call_spec.out_spec is not None
     return Captured(
         module,
@@ -182,12 +183,14 @@ def _without_writes(graph: fx.Graph) -> None:
         op = node.target
         if not isinstance(op, torch._ops.OpOverload) or not op._schema.is_mutable:
             continue
-        written = node.args[0]
+        written = given(node)
         name = op._schema.name.rpartition("::")[2]
         other = getattr(getattr(aten, name.removesuffix("_"), None), op._overloadname, None)
         shares = not name.endswith("_") or other is None or written.op == "placeholder" or _is_view(written)
         if shares or any(_is_view(user) for user in written.users if user is not node):
-            raise ConfigError(f"Engine: the module cannot be traced past {where(node)}, which writes to a view; {ADVICE}")
+            raise ConfigError(
+                f"Engine: the module cannot be traced past {where(node)}, which writes to a view; {ADVICE}"
+            )
         node.target = other
         after = False
         later = set()
@@ -202,7 +205,7 @@ def _without_writes(graph: fx.Graph) -> None:
 def _is_view(node: fx.Node) -> bool:
     """Whether what a node makes may be the memory of what it takes."""
     if node.target is operator.getitem:
-        return _is_view(node.args[0])  # type: ignore[arg-type]
+        return _is_view(given(node))
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     # What is composed of other operators (reshape, to, contiguous) may return its input without saying so.
@@ -231,7 +234,7 @@ def _steps(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
         elif isinstance(node.target, torch._ops.OpOverload) and operator_name(node).partition(".")[2] in _NO_EFFECT:
             continue
         elif node.target is aten.dropout.default:
-            number[node] = number[node.args[0]]
+            number[node] = number[given(node)]
         else:
             arguments = fx.node.map_arg((node.args, node.kwargs), lambda one: _Known(number[one]))
             found.append((node, f"{node.target} {arguments}"))
@@ -261,8 +264,11 @@ def _constant(value: Any) -> Tensor:
     return value.detach()
 
 
-
-
 def sizes_of(node: fx.Node) -> Sequence[Any]:
     """The sizes of the tensor that ``node`` makes: ints, and SymInts that depend on the input's."""
     return node.meta["val"].shape  # type: ignore[no-any-return]
+
+
+def given(node: fx.Node, place: int = 0) -> Any:
+    """An argument of an operator that is always given by its place."""
+    return node.args[place]

@@ -118,13 +118,14 @@ def _heads(within: Tensor, order: _Order) -> int:
 
 
 def _unordered(found: Spread) -> dict[str, fx.Node | None]:
-    classes, parameters = found.of_class(), found.captured.parameters
-    return {
-        parameters[site.weight]: site.node
-        for site in found.sites
-        if site.kind in ("column", "row") and ((order := _order(classes[site.atoms])) is None)
-        or (site.kind == "row" and order is not None and len(order.widths) > 1)
-    }
+    """The weights whose features are in an order that no role tells, with the operator that uses them."""
+    classes, more = found.of_class(), {}
+    for site in found.sites:
+        if site.kind in ("column", "row"):
+            order = _order(classes[site.atoms])
+            if order is None or (site.kind == "row" and len(order.widths) > 1):
+                more[found.captured.parameters[site.weight]] = site.node
+    return more
 
 
 def _bundles(found: Spread) -> list[list[Site]]:

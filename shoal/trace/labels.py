@@ -47,7 +47,10 @@ class Value:
 
 def size(n: Any) -> Size:
     """A size of a traced tensor, as an int or an expression."""
-    return sympy.simplify(n.node.expr) if isinstance(n, torch.SymInt) else int(n)
+    if not isinstance(n, torch.SymInt):
+        return int(n)
+    found = n.node.expr
+    return int(found) if found.is_Integer else found  # the module may have made a number of it
 
 
 def dims_of(shape: Sequence[Any]) -> tuple[tuple[Size, ...], ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from shoal.errors import LayoutError, setting
-from shoal.trace.capture import aten, where
+from shoal.trace.capture import aten, given, where
 from shoal.trace.labels import Value
 from shoal.trace.rules import argument, name_of
 from shoal.trace.sections import Part
@@ -73,30 +73,31 @@ def localise(part: Part, found: dict[fx.Node, Cut | list[Cut]], rank: int) -> No
             _resize(part, copy, cut, rank)
         elif name == "unflatten":
             assert isinstance(cut, Cut)
-            dim = node.args[1] % len(node.args[0].meta["val"].shape)  # type: ignore[operator,union-attr]
-            inner = list(copy.args[2])  # type: ignore[arg-type]
+            dim = given(node, 1) % len(given(node).meta["val"].shape)
+            inner = list(copy.args[2])
             if dim <= cut.dim < dim + len(inner) and inner[cut.dim - dim] != -1:
                 inner[cut.dim - dim] = inner[cut.dim - dim] * cut.local(rank) // len(cut.ranks)
             copy.args = (copy.args[0], copy.args[1], inner)
         elif name in ("split", "split_with_sizes", "chunk"):
-            source = found[node.args[0]]  # type: ignore[index]
-            assert isinstance(source, Cut) and isinstance(cut, list)
-            dim = argument(node, 2, "dim", 0) % len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+            source = found[given(node)]
+            assert isinstance(source, Cut)
+            assert isinstance(cut, list)
+            dim = argument(node, 2, "dim", 0) % len(given(node).meta["val"].shape)
             if dim == source.dim:
                 copy.target = aten.split_with_sizes.default
                 copy.args, copy.kwargs = (copy.args[0], [one.local(rank) for one in cut], dim), {}
         elif name == "slice":
-            source = found[node.args[0]]  # type: ignore[index]
+            source = found[given(node)]
             assert isinstance(source, Cut)
             dim, start, stop = (argument(node, at, "", default) for at, default in ((1, 0), (2, 0), (3, None)))
-            if dim % len(node.args[0].meta["val"].shape) == source.dim:  # type: ignore[union-attr]
+            if dim % len(given(node).meta["val"].shape) == source.dim:
                 first, last, _ = slice(start, stop).indices(len(source.ranks))
                 local = source.local(rank, 0, first), source.local(rank, 0, last)
                 copy.args = (copy.args[0], source.dim, *local)
 
 
 def _resize(part: Part, copy: fx.Node, cut: Cut, rank: int) -> None:
-    sizes: list[Any] = list(copy.args[1])  # type: ignore[arg-type]
+    sizes: list[Any] = list(copy.args[1])
     n, local = len(cut.ranks), cut.local(rank)
     here = sizes[cut.dim]
     if isinstance(here, fx.Node):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal.trace.capture import sizes_of
+from shoal.trace.capture import given, sizes_of
 from shoal.trace.labels import Atoms, Size, Value, dims_of, permuted, regrouped
 
 Found = Value | list[Value] | None
@@ -42,8 +42,8 @@ def name_of(node: fx.Node) -> str:
 def result(node: fx.Node, values: Values, atoms: Atoms) -> Found:
     """What ``node``, some of whose inputs are divided, makes. Raises :class:`Unknown`."""
     if node.target is operator.getitem:
-        many = values[node.args[0]]  # type: ignore[index]
-        return many[node.args[1]] if isinstance(many, list) else None  # type: ignore[index]
+        many = values[given(node)]
+        return many[given(node, 1)] if isinstance(many, list) else None
     name = name_of(node)
     pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
     rule = _RULES.get(name)
@@ -61,7 +61,7 @@ def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
 
 def _one(node: fx.Node, values: Values) -> Value:
     """The divided tensor that an operator of one tensor takes, which must be its first argument."""
-    first = node.args[0]
+    first = given(node)
     found = values.get(first) if isinstance(first, fx.Node) else None
     if not isinstance(found, Value):
         raise Unknown
@@ -81,9 +81,7 @@ def _pointwise(node: fx.Node, values: Values, atoms: Atoms) -> Value:
     return aligned(node, divided, whole, len(sizes_of(node)), atoms)
 
 
-def aligned(
-    node: fx.Node, divided: Sequence[Value], whole: Sequence[Sequence[Any]], ndim: int, atoms: Atoms
-) -> Value:
+def aligned(node: fx.Node, divided: Sequence[Value], whole: Sequence[Sequence[Any]], ndim: int, atoms: Atoms) -> Value:
     """Tensors that meet element by element, some ``divided``, of others the shapes: each element is where those that
     make it are."""
     padded = [Value((((),) * (ndim - len(one.dims))) + one.dims, one.labels) for one in divided]
@@ -126,8 +124,8 @@ def _reshape(node: fx.Node, values: Values, atoms: Atoms) -> Value:
 
 
 def _squeeze(node: fx.Node, values: Values, atoms: Atoms) -> Value:
-    shape = sizes_of(node.args[0])  # type: ignore[arg-type]
-    dims = [dim for one in node.args[1:] for dim in ([one] if isinstance(one, int) else one)]  # type: ignore[union-attr]
+    shape = sizes_of(given(node))
+    dims = [dim for one in node.args[1:] for dim in ([one] if isinstance(one, int) else one)]
     if not dims or any(shape[dim] != 1 for dim in dims):
         raise Unknown  # a rank's part may be of size 1 where the whole is not
     return _reshape(node, values, atoms)
@@ -138,10 +136,10 @@ def _permute(node: fx.Node, values: Values, atoms: Atoms) -> Value:
     order = list(range(len(value.dims)))
     match name_of(node):
         case "transpose":
-            a, b = node.args[1], node.args[2]
-            order[a], order[b] = order[b], order[a]  # type: ignore[index]
+            a, b = given(node, 1), given(node, 2)
+            order[a], order[b] = order[b], order[a]
         case "permute":
-            order = [dim % len(order) for dim in node.args[1]]  # type: ignore[union-attr]
+            order = [dim % len(order) for dim in given(node, 1)]
         case _:
             order.reverse()
     return permuted(value, order)
@@ -176,7 +174,9 @@ def _part(value: Value, dim: int, n: Any, pick: Callable[[Tensor, int], Tensor])
 
 def _slice(node: fx.Node, values: Values, atoms: Atoms) -> Value:
     value = _one(node, values)
-    dim, start, stop, step = (argument(node, place, "", default) for place, default in ((1, 0), (2, 0), (3, None), (4, 1)))
+    dim, start, stop, step = (
+        argument(node, place, "", default) for place, default in ((1, 0), (2, 0), (3, None), (4, 1))
+    )
     dim %= len(value.dims)
     if value.labelled(dim) and not (isinstance(start, int | None) and isinstance(stop, int | None) and step == 1):
         raise Unknown
@@ -186,9 +186,11 @@ def _slice(node: fx.Node, values: Values, atoms: Atoms) -> Value:
 
 
 def _select(node: fx.Node, values: Values, atoms: Atoms) -> Value:
-    value, dim, place = _one(node, values), node.args[1], node.args[2]
-    found = _part(value, dim % len(value.dims), 1, lambda labels, axis: labels.narrow(axis, place % labels.shape[axis], 1))  # type: ignore[operator]
-    return Value(found.dims[: dim % len(value.dims)] + found.dims[dim % len(value.dims) + 1 :], found.labels)  # type: ignore[operator]
+    value, dim, place = _one(node, values), given(node, 1), given(node, 2)
+    found = _part(
+        value, dim % len(value.dims), 1, lambda labels, axis: labels.narrow(axis, place % labels.shape[axis], 1)
+    )
+    return Value(found.dims[: dim % len(value.dims)] + found.dims[dim % len(value.dims) + 1 :], found.labels)
 
 
 def _split(node: fx.Node, values: Values, atoms: Atoms) -> list[Value]:
@@ -199,7 +201,7 @@ def _split(node: fx.Node, values: Values, atoms: Atoms) -> list[Value]:
         n = 1 if name == "unbind" else one.shape[dim]
         if value.labelled(dim) and not isinstance(n, int):
             raise Unknown
-        part = _part(value, dim, n, lambda labels, axis, start=start, n=n: labels.narrow(axis, start, n))  # type: ignore[misc]
+        part = _part(value, dim, n, lambda labels, axis, start=start, n=n: labels.narrow(axis, start, n))
         if name == "unbind":
             part = Value(part.dims[:dim] + part.dims[dim + 1 :], part.labels)
         found.append(part)
@@ -208,7 +210,7 @@ def _split(node: fx.Node, values: Values, atoms: Atoms) -> list[Value]:
 
 
 def _cat(node: fx.Node, values: Values, atoms: Atoms) -> Value:
-    parts = [values.get(one) for one in node.args[0]]  # type: ignore[union-attr]
+    parts = [values.get(one) for one in given(node)]
     shape = sizes_of(node)
     dim = argument(node, 1, "dim", 0) % len(shape)
     found = [one for one in parts if isinstance(one, Value)]
@@ -216,10 +218,10 @@ def _cat(node: fx.Node, values: Values, atoms: Atoms) -> Value:
     if len(found) < len(parts) or len(others) > 1:
         raise Unknown
     along = any(one.labelled(dim) for one in found)
-    if along and not all(isinstance(n, int) for one in node.args[0] for n in [sizes_of(one)[dim]]):  # type: ignore[union-attr]
+    if along and not all(isinstance(n, int) for one in given(node) for n in [sizes_of(one)[dim]]):
         raise Unknown
     pieces = []
-    for one, source in zip(found, node.args[0], strict=True):  # type: ignore[arg-type]
+    for one, source in zip(found, given(node), strict=True):
         axes, lengths = one.axes(dim), list(one.labels.shape)
         if len(axes) > 1 and along:
             raise Unknown
@@ -233,8 +235,8 @@ def _cat(node: fx.Node, values: Values, atoms: Atoms) -> Value:
         if axis != at and len({one.shape[axis] for one in pieces}) > 1:
             raise Unknown
     if not along:
-        for one in pieces[1:]:
-            atoms.join(pieces[0], one, node)
+        for piece in pieces[1:]:
+            atoms.join(pieces[0], piece, node)
     dims = list(found[0].dims)
     dims[dim] = dims_of((shape[dim],))[0]
     labels = torch.cat(pieces, at) if along else pieces[0]
@@ -256,14 +258,14 @@ def _collapsed(value: Value, dims: Sequence[int], node: fx.Node, atoms: Atoms) -
 
 def _along(node: fx.Node, values: Values, atoms: Atoms) -> Value:
     value = _one(node, values)
-    dims = [node.args[1] % len(value.dims)]  # type: ignore[operator]
+    dims = [given(node, 1) % len(value.dims)]
     _collapsed(value, dims, node, atoms)
     return value
 
 
 def _norm(node: fx.Node, values: Values, atoms: Atoms) -> Value:
     value = _one(node, values)
-    last = len(node.args[1])  # type: ignore[arg-type]
+    last = len(given(node, 1))
     _collapsed(value, range(len(value.dims) - last, len(value.dims)), node, atoms)
     return value
 
@@ -281,13 +283,13 @@ def _reduce(node: fx.Node, values: Values, atoms: Atoms) -> Value:
 
 
 def _matmul(node: fx.Node, values: Values, atoms: Atoms) -> Value:
-    a, b = node.args[0], node.args[1]
-    shapes = [sizes_of(one) for one in (a, b)]  # type: ignore[arg-type]
+    a, b = given(node), given(node, 1)
+    shapes = [sizes_of(one) for one in (a, b)]
     if any(len(shape) < 2 for shape in shapes):
         raise Unknown
     divided, whole = [], []
     for one, shape, summed in zip((a, b), shapes, (-1, -2), strict=True):
-        if isinstance(found := values.get(one), Value):  # type: ignore[arg-type]
+        if isinstance(found := values.get(one), Value):
             divided.append(_collapsed(found, [len(shape) + summed], node, atoms))
         else:
             whole.append([*shape[:-2], *((1, shape[-1]) if summed == -2 else (shape[-2], 1))])
@@ -321,8 +323,8 @@ def _attention(node: fx.Node, values: Values, atoms: Atoms) -> Value:
             raise Unknown
         whole.append([*sizes_of(mask)[:-2], 1, 1])
     found = aligned(node, divided, whole, len(shape), atoms)
-    dims = found.dims[:-2] + dims_of(shape[-2:])
-    return Value(dims, found.labels.reshape(*found.labels.shape, *[1] * sum(map(len, dims[-2:]))))
+    last = dims_of(shape[-2:])
+    return Value(found.dims[:-2] + last, found.labels.reshape(*found.labels.shape, *[1] * sum(map(len, last))))
 
 
 _RULES: dict[str, Callable[[fx.Node, Values, Atoms], Found]] = {

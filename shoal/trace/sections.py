@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from shoal.model.context import Batch
-from shoal.trace.capture import Captured, aten, path_of
+from shoal.trace.capture import Captured, aten, given, path_of
 
 
 @dataclass
@@ -52,7 +52,9 @@ class Part:
                 self.copy_of[node] = made = self.graph.node_copy(node, lambda one: self.copy_of[one])
                 made.args, made.kwargs = (_on(device, one) for one in (made.args, made.kwargs))
                 if node.target is aten.dropout.default:
-                    self.call(node, _Dropout(captured.module.get_submodule(path_of(node)), node.args[1]), node.args[:1])
+                    self.call(
+                        node, _Dropout(captured.module.get_submodule(path_of(node)), given(node, 1)), node.args[:1]
+                    )
         self.graph.output(fx.node.map_arg(results, lambda one: self.copy_of[one]))
         self._compiled: fx.GraphModule | None = None
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, fx, nn
 
-from shoal.trace.capture import Captured, aten, sizes_of
+from shoal.trace.capture import Captured, aten, given, sizes_of
 from shoal.trace.labels import WHOLE, Atoms, Value, dims_of
 from shoal.trace.rules import Unknown, Values, result
 
@@ -116,14 +116,14 @@ def _site(node: fx.Node, captured: Captured) -> Site | None:
         x, weight, *rest = node.args
         bias = rest[0] if rest else None
         known = weight in parameters and (bias is None or bias in parameters)
-        return Site(node, "column", x, weight, bias) if known else None  # type: ignore[arg-type]
+        return Site(node, "column", x, weight, bias) if known else None
     if node.target is aten.addmm.default and not node.kwargs:
         bias, x, weight = node.args
-        known = weight in parameters and bias in parameters and len(sizes_of(bias)) == 1  # type: ignore[arg-type]
-        return Site(node, "column", x, weight, bias, transposed=True) if known else None  # type: ignore[arg-type]
-    if node.target is aten.embedding.default and node.args[0] in parameters:
+        known = weight in parameters and bias in parameters and len(sizes_of(bias)) == 1
+        return Site(node, "column", x, weight, bias, transposed=True) if known else None
+    if node.target is aten.embedding.default and given(node) in parameters:
         plain = all(one in (-1, False) for one in node.args[2:])  # no row without a gradient, no scaling by frequency
-        return Site(node, "embed", node.args[1], node.args[0]) if plain else None  # type: ignore[arg-type]
+        return Site(node, "embed", given(node, 1), given(node)) if plain else None
     return None
 
 
@@ -151,7 +151,7 @@ def _enter(found: Spread, site: Site, ends: set[fx.Node]) -> bool:
         found.values[site.node] = Value(dims, labels)
         found.sites.append(Site(site.node, "column", site.x, site.weight, site.bias, site.transposed, atoms))
         return True
-    last = len(value.dims) - 1
+    last = len(sizes_of(site.x)) - 1
     if isinstance(value, Value) and alone and not any(value.labelled(dim) for dim in range(last)):
         atoms = value.labels.reshape(-1)
         if len(atoms) == sizes_of(site.x)[-1]:
@@ -177,7 +177,7 @@ def _ends(captured: Captured) -> set[fx.Node]:
             found.add(leaf)
             if leaf.target not in (aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.view.default):
                 break
-            if sizes_of(leaf)[-1] != sizes_of(leaf.args[0])[-1]:  # type: ignore[arg-type]
+            if sizes_of(leaf)[-1] != sizes_of(leaf.args[0])[-1]:
                 break
             leaf = leaf.args[0]
     return {node for node in found if len(node.users) == 1}
@@ -223,5 +223,3 @@ def _whole(found: Spread) -> dict[str, fx.Node | None]:
         if bias is not None and uses[captured.parameters[bias]] > 1:
             more.setdefault(name, sites[-1].node)
     return {name: node for name, node in more.items() if name not in found.kept}
-
-

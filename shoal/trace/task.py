@@ -12,7 +12,7 @@ from shoal.errors import ConfigError, setting
 from shoal.model.context import Batch
 from shoal.model.task import PlainTask
 from shoal.trace.capture import Captured, capture
-from shoal.trace.infer import Inferred, infer
+from shoal.trace.infer import Inferred, infer, table
 from shoal.trace.sections import Section, Traced, sections
 
 
@@ -68,3 +68,9 @@ class TracedTask(PlainTask):
 
     def loss(self, output: Tensor, ctx: Traced) -> Tensor:  # type: ignore[override]
         return super().loss(output, ctx.batch)
+
+
+def describe(module: nn.Module, inputs: Tensor) -> str:
+    """The roles inferred for a module that is called with ``inputs``, as a table to print: a line for each kind of
+    module, blocks told once; beside a matrix that every rank keeps whole, the operator because of which."""
+    return table(infer(capture(module, inputs)))

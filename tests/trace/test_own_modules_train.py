@@ -23,9 +23,7 @@ def trained(world: World, name: str, line: str) -> tuple[list[tuple[float, float
     """The loss and gradient norm of each step, and the weights at the end."""
     module, every = build(name), batches(name, STEPS, SAMPLES)
     layout = Layout.parse(line)
-    engine = Engine(
-        module, layout, optimizer=OPTIMIZER, world=world, loss=loss, weight=weight, example=every[0]
-    )
+    engine = Engine(module, layout, optimizer=OPTIMIZER, world=world, loss=loss, weight=weight, example=every[0])
     part = SAMPLES // engine.layout.dp
     start = engine.mesh.coords["dp"] * part
     found = []
@@ -47,7 +45,9 @@ def compare(pool: Pool, name: str, line: str) -> None:
     for batch in batches(name, STEPS, SAMPLES):
         value = loss(module(batch["inputs"]), batch) / weight(batch)
         value.backward()
-        norms.append(torch.nn.utils.get_total_norm([one.grad for one in module.parameters() if one.grad is not None]).item())
+        norms.append(
+            torch.nn.utils.get_total_norm([one.grad for one in module.parameters() if one.grad is not None]).item()
+        )
         for one in module.parameters():
             assert one.grad is not None
             one.grad *= CLIP / norms[-1]
@@ -72,3 +72,14 @@ def ranks_of(line: str) -> int:
 @pytest.mark.parametrize("name", MODULES)
 def test_tensor_parallel_as_one_process(pool: Pool, name: str) -> None:
     compare(pool, name, "tp=2,dtype=float64")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_pipeline_as_one_process(pool: Pool, name: str) -> None:
+    compare(pool, name, "pp=2,mb=3,dtype=float64")
+
+
+@pytest.mark.parametrize("line", ["dp=2,zero=1,tp=2", "tp=2,pp=2,mb=3", "dp=2,zero=3,tp=2,recompute=full"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "vit"])
+def test_together_as_one_process(pool: Pool, name: str, line: str) -> None:
+    compare(pool, name, f"{line},dtype=float64")
