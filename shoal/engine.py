@@ -43,12 +43,12 @@ from shoal.optim.clip import clip_factor
 from shoal.optim.guard import Guard
 from shoal.optim.optimizers import Updater
 from shoal.optim.treatment import Treatments
+from shoal.own import interpreter_for, task_of
 from shoal.pipeline.executor import Executor, Handlers, Running, Stage
 from shoal.pipeline.lines import Lines
 from shoal.pipeline.stream import Stream
 from shoal.pipeline.trace import Recorder
 from shoal.pipeline.weights import Place, Weights
-from shoal.own import interpreter_for, task_of
 from shoal.placement import Fragment
 from shoal.result import StepResult
 
@@ -62,8 +62,9 @@ class Engine:
     ``model`` answers as a :class:`~shoal.model.task.Task` does (Shoal's decoder, built on the meta device so that
     weights come into being only where they are held), or is any ``nn.Module``, taken as it is, with
     ``loss(output, batch)`` that sums over samples and, if the mean is not over samples, ``weight(batch)``; its
-    parameters are then copied from rank 0; ``example``, a batch, lets ``tp`` and ``pp`` divide it. ``rate(step)`` scales the learning rate. ``swap`` is the folder of what a
-    layout's ``offload`` keeps on a disk; the current one unless told.
+    parameters are then copied from rank 0, and an ``example`` batch lets ``tp`` and ``pp`` divide it. ``rate(step)``
+    scales the learning rate. ``swap`` is the folder of what a layout's ``offload`` keeps on a disk; the current one
+    unless told.
 
     Raises :class:`LayoutError` where the layout is not built yet, or does not fit the world or the model, and
     :class:`ConfigError` where the optimizer does not.

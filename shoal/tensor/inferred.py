@@ -38,8 +38,8 @@ from shoal.trace.spread import Site, owner
 class InferredOneD:
     """The interpreter of inferred roles for ``size`` ranks on the mesh axis ``tp``.
 
-    Raises :class:`LayoutError` where no matrix can be divided, where heads do not divide over the ranks, and where ranks
-    would draw different random numbers; each time with the operator or the module.
+    Raises :class:`LayoutError` where no matrix can be divided, where heads do not divide over the ranks, and where
+    ranks would draw different random numbers; each time with the operator or the module.
     """
 
     loss_axes: tuple[str, ...] = ()

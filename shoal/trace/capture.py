@@ -27,7 +27,7 @@ from shoal.trace.labels import size
 
 aten = torch.ops.aten
 ADVICE = "use dp or zero, which run the module as it is"
-_MAY_RETURN_ITS_INPUT = ("aten::dropout", "aten::reshape", "aten::flatten.using_ints", "aten::contiguous")
+_MAY_RETURN_ITS_INPUT = ("dropout", "reshape", "flatten", "contiguous", "to", "chunk", "unflatten")
 _NO_EFFECT = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
 
 
@@ -36,8 +36,9 @@ class Captured:
     """The operators of a module, in order.
 
     ``parameters`` and ``buffers`` give the name of what each such placeholder of the ``graph`` stands for (the first of
-    its names, where it has several), ``constants`` its values; ``inputs`` is the placeholder of the module's input, whose sizes are those of ``shape`` (None where any
-    will do). The graph returns the leaves of what the module returns, of the structure ``returns``.
+    its names, where it has several), ``constants`` its values; ``inputs`` is the placeholder of the module's input,
+    whose sizes are those of ``shape`` (None where any will do). The graph returns the leaves of what the module gives,
+    of the structure ``returns``.
     """
 
     module: nn.Module
@@ -86,8 +87,8 @@ def capture(module: nn.Module, inputs: Tensor) -> Captured:
     }
     (entry,) = given
     first: dict[nn.Parameter, str] = {}
-    for name, one in module.named_parameters(remove_duplicate=False):
-        first.setdefault(one, name)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first.setdefault(parameter, name)
     named = {node: first[module.get_parameter(name)] for node, name in of_kind.get(InputKind.PARAMETER, {}).items()}
     sizes = tuple(found if isinstance(found := size(n), int) else None for n in sizes_of(entry))
     assert training.call_spec.out_spec is not None
@@ -133,7 +134,7 @@ def _source_line(node: fx.Node) -> str:
 
 
 def _export(module: nn.Module, inputs: Tensor) -> ExportedProgram:
-    sizes = {dim: Dim.AUTO for dim in range(inputs.ndim)}
+    sizes = dict.fromkeys(range(inputs.ndim), Dim.AUTO)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -148,7 +149,7 @@ def _export(module: nn.Module, inputs: Tensor) -> ExportedProgram:
         if spec.kind is not OutputKind.USER_OUTPUT:
             what = "its input" if spec.kind is OutputKind.USER_INPUT_MUTATION else f"the buffer {spec.target}"
             raise ConfigError(f"Engine: {type(module).__name__} cannot be traced: it writes to {what}; {ADVICE}")
-    _without_writes(found.graph)
+    _without_writes(found)
     return found
 
 
@@ -177,8 +178,9 @@ def _write_out(program: ExportedProgram) -> None:
         graph.erase_node(node)
 
 
-def _without_writes(graph: fx.Graph) -> None:
+def _without_writes(program: ExportedProgram) -> None:
     """Operators that write to their input become those that make a new tensor. Refuses a write to what others see."""
+    graph, buffers = program.graph, program.graph_signature.inputs_to_buffers
     for node in list(graph.nodes):
         op = node.target
         if not isinstance(op, torch._ops.OpOverload) or not op._schema.is_mutable:
@@ -186,7 +188,12 @@ def _without_writes(graph: fx.Graph) -> None:
         written = given(node)
         name = op._schema.name.rpartition("::")[2]
         other = getattr(getattr(aten, name.removesuffix("_"), None), op._overloadname, None)
-        shares = not name.endswith("_") or other is None or written.op == "placeholder" or _is_view(written)
+        if written.op == "placeholder":
+            what = f"the buffer {buffers[written.name]}" if written.name in buffers else written.name
+            raise ConfigError(
+                f"Engine: the module cannot be traced past {where(node)}, which writes to {what}; {ADVICE}"
+            )
+        shares = not name.endswith("_") or other is None or _is_view(written)
         if shares or any(_is_view(user) for user in written.users if user is not node):
             raise ConfigError(
                 f"Engine: the module cannot be traced past {where(node)}, which writes to a view; {ADVICE}"
@@ -210,7 +217,7 @@ def _is_view(node: fx.Node) -> bool:
         return False
     # What is composed of other operators (reshape, to, contiguous) may return its input without saying so.
     returns = node.target._schema.returns
-    composed = node.target.name() in _MAY_RETURN_ITS_INPUT
+    composed = node.target._schema.name.rpartition("::")[2] in _MAY_RETURN_ITS_INPUT
     return composed or any(one.alias_info is not None for one in returns)
 
 
@@ -236,7 +243,8 @@ def _steps(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
         elif node.target is aten.dropout.default:
             number[node] = number[given(node)]
         else:
-            arguments = fx.node.map_arg((node.args, node.kwargs), lambda one: _Known(number[one]))
+            known: Any = lambda one: _Known(number[one])  # noqa: E731
+            arguments = fx.node.map_arg((node.args, node.kwargs), known)
             found.append((node, f"{node.target} {arguments}"))
             number[node] = f"%{len(found)}"
     return found

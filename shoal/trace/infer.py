@@ -119,7 +119,8 @@ def _heads(within: Tensor, order: _Order) -> int:
 
 def _unordered(found: Spread) -> dict[str, fx.Node | None]:
     """The weights whose features are in an order that no role tells, with the operator that uses them."""
-    classes, more = found.of_class(), {}
+    classes = found.of_class()
+    more: dict[str, fx.Node | None] = {}
     for site in found.sites:
         if site.kind in ("column", "row"):
             order = _order(classes[site.atoms])

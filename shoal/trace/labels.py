@@ -17,7 +17,7 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
@@ -84,9 +84,12 @@ def regrouped(value: Value, shape: Sequence[Any]) -> Value | None:
 
 def _merged(dims: Sequence[Sequence[Size]], labels: Tensor) -> Value:
     """Neighbouring factors of one dim that are numbers become one."""
-    found, full, lengths, axis = [], [], [], 0
+    found: list[tuple[Size, ...]] = []
+    full: list[int] = []
+    lengths: list[int] = []
+    axis = 0
     for dim in dims:
-        found.append(tuple[Size, ...]())
+        found.append(())
         for whole, run in groupby(dim, key=lambda n: isinstance(n, int)):
             for part in [list(run)] if whole else [[n] for n in run]:
                 some = any(length > 1 for length in labels.shape[axis : axis + len(part)])

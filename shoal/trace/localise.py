@@ -74,7 +74,7 @@ def localise(part: Part, found: dict[fx.Node, Cut | list[Cut]], rank: int) -> No
         elif name == "unflatten":
             assert isinstance(cut, Cut)
             dim = given(node, 1) % len(given(node).meta["val"].shape)
-            inner = list(copy.args[2])
+            inner = list(given(copy, 2))
             if dim <= cut.dim < dim + len(inner) and inner[cut.dim - dim] != -1:
                 inner[cut.dim - dim] = inner[cut.dim - dim] * cut.local(rank) // len(cut.ranks)
             copy.args = (copy.args[0], copy.args[1], inner)
@@ -97,7 +97,7 @@ def localise(part: Part, found: dict[fx.Node, Cut | list[Cut]], rank: int) -> No
 
 
 def _resize(part: Part, copy: fx.Node, cut: Cut, rank: int) -> None:
-    sizes: list[Any] = list(copy.args[1])
+    sizes: list[Any] = list(given(copy, 1))
     n, local = len(cut.ranks), cut.local(rank)
     here = sizes[cut.dim]
     if isinstance(here, fx.Node):

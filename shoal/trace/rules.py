@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,7 +126,8 @@ def _reshape(node: fx.Node, values: Values, atoms: Atoms) -> Value:
 
 def _squeeze(node: fx.Node, values: Values, atoms: Atoms) -> Value:
     shape = sizes_of(given(node))
-    dims = [dim for one in node.args[1:] for dim in ([one] if isinstance(one, int) else one)]
+    every: tuple[Any, ...] = node.args[1:]
+    dims = [dim for one in every for dim in ([one] if isinstance(one, int) else one)]
     if not dims or any(shape[dim] != 1 for dim in dims):
         raise Unknown  # a rank's part may be of size 1 where the whole is not
     return _reshape(node, values, atoms)
@@ -194,17 +196,15 @@ def _select(node: fx.Node, values: Values, atoms: Atoms) -> Value:
 
 
 def _split(node: fx.Node, values: Values, atoms: Atoms) -> list[Value]:
-    value, name = _one(node, values), name_of(node)
-    dim = (argument(node, 1, "dim", 0) if name == "unbind" else argument(node, 2, "dim", 0)) % len(value.dims)
+    value, unbinds = _one(node, values), name_of(node) == "unbind"
+    dim = argument(node, 1 if unbinds else 2, "dim", 0) % len(value.dims)
     found, start = [], 0
     for one in node.meta["val"]:
-        n = 1 if name == "unbind" else one.shape[dim]
+        n = 1 if unbinds else one.shape[dim]
         if value.labelled(dim) and not isinstance(n, int):
             raise Unknown
-        part = _part(value, dim, n, lambda labels, axis, start=start, n=n: labels.narrow(axis, start, n))
-        if name == "unbind":
-            part = Value(part.dims[:dim] + part.dims[dim + 1 :], part.labels)
-        found.append(part)
+        part = _part(value, dim, n, partial(torch.narrow, start=start, length=n))
+        found.append(Value(part.dims[:dim] + part.dims[dim + 1 :], part.labels) if unbinds else part)
         start += n
     return found
 

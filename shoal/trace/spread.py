@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -111,18 +111,18 @@ def _follow(captured: Captured, kept: Mapping[str, fx.Node | None]) -> Spread:
 
 def _site(node: fx.Node, captured: Captured) -> Site | None:
     """The use of a matrix that ``node`` is."""
-    parameters = captured.parameters
+    parameters, arguments = captured.parameters, cast(tuple[Any, ...], node.args)
     if node.target is aten.linear.default:
-        x, weight, *rest = node.args
+        x, weight, *rest = arguments
         bias = rest[0] if rest else None
         known = weight in parameters and (bias is None or bias in parameters)
         return Site(node, "column", x, weight, bias) if known else None
     if node.target is aten.addmm.default and not node.kwargs:
-        bias, x, weight = node.args
+        bias, x, weight = arguments
         known = weight in parameters and bias in parameters and len(sizes_of(bias)) == 1
         return Site(node, "column", x, weight, bias, transposed=True) if known else None
     if node.target is aten.embedding.default and given(node) in parameters:
-        plain = all(one in (-1, False) for one in node.args[2:])  # no row without a gradient, no scaling by frequency
+        plain = all(one in (-1, False) for one in arguments[2:])  # no row without a gradient, no scaling by frequency
         return Site(node, "embed", given(node, 1), given(node)) if plain else None
     return None
 
@@ -177,9 +177,9 @@ def _ends(captured: Captured) -> set[fx.Node]:
             found.add(leaf)
             if leaf.target not in (aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.view.default):
                 break
-            if sizes_of(leaf)[-1] != sizes_of(leaf.args[0])[-1]:
+            if sizes_of(leaf)[-1] != sizes_of(given(leaf))[-1]:
                 break
-            leaf = leaf.args[0]
+            leaf = given(leaf)
     return {node for node in found if len(node.users) == 1}
 
 

@@ -35,7 +35,9 @@ def trained(world: World, name: str, line: str) -> tuple[list[tuple[float, float
 
 
 def compare(pool: Pool, name: str, line: str) -> None:
-    module, losses, norms = build(name), [], []
+    module = build(name)
+    losses: list[float] = []
+    norms: list[float] = []
     matrices = [one for one in module.parameters() if one.ndim > 1]
     vectors = [one for one in module.parameters() if one.ndim <= 1]
     groups: list[dict[str, Any]] = [
@@ -69,16 +71,20 @@ def ranks_of(line: str) -> int:
     return Layout.parse(line).ranks
 
 
-@pytest.mark.parametrize("name", MODULES)
+SLOW = [pytest.param(name, marks=pytest.mark.parity) for name in MODULES if name != "mlp"]
+
+
+@pytest.mark.parametrize("name", ["mlp", *SLOW])
 def test_tensor_parallel_as_one_process(pool: Pool, name: str) -> None:
     compare(pool, name, "tp=2,dtype=float64")
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", ["mlp", *SLOW])
 def test_pipeline_as_one_process(pool: Pool, name: str) -> None:
     compare(pool, name, "pp=2,mb=3,dtype=float64")
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("line", ["dp=2,zero=1,tp=2", "tp=2,pp=2,mb=3", "dp=2,zero=3,tp=2,recompute=full"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "vit"])
 def test_together_as_one_process(pool: Pool, name: str, line: str) -> None:
