@@ -238,7 +238,7 @@ FAULTS = (
     (replicas_of_experts_not_summed, "dp=4,ep=2", r"ffn\.experts\.0\.gate\.weight is not the same on rank 2", ()),
     (experts_held_alike_by_all, "dp=4,ep=2", r"ffn\.experts\.0\.gate\.weight is not the same on rank 2", ()),
     (router_taken_for_repeated, "tp=2", r"ffn\.router\.weight is not the same on rank 1", ()),
-    (every_rank_routes_all_tokens, "tp=2", r"gradient blocks\.0\.ffn\.experts\.0\.gate\.weight differs by 1\.0", ()),
+    (every_rank_routes_all_tokens, "tp=2", r"gradient blocks\.0\.ffn\.experts\.0\.gate\.weight differs", ()),
     (every_rank_routes_all_tokens, "tp=2,ep=2", r"gradient blocks\.0\.ffn\.experts\.0\.gate\.weight differs", ()),
     (gate_loss_of_every_sharer, "tp=2", r"gradient blocks\.0\.ffn\.router\.weight differs", ()),
     (gate_loss_without_the_scale, "dp=2,mb=2", r"gradient blocks\.0\.ffn\.router\.weight differs", ()),
@@ -291,7 +291,7 @@ def test_training_on_text_balances(settings: tuple[str, ...], balanced: bool, tm
         RUN,
         [
             "run.steps=300", "model.layers=2", "model.hidden=64", "model.heads=4", "model.kv_heads=4", "model.ffn=64",
-            "model.vocab=256", "model.dropout=0", "model.experts=8", "model.expert_ffn=64", "data.seq_len=64",
+            "model.vocab=264", "model.dropout=0", "model.experts=8", "model.expert_ffn=64", "data.seq_len=64",
             "data.batch=8", 'data.source="tokens"', f"data.path={text_store(tmp_path)}", "optimizer.lr=0.003",
             "optimizer.clip=1.0", *settings,
         ],
