@@ -77,12 +77,16 @@ class _ExpertOutputs(torch.autograd.Function):
         return grad_x, grad_gate_up, grad_down, None, None
 
 
-def _turns(counts: Sequence[int], x: Tensor, *weights: Tensor) -> list[tuple[slice, Sequence[int], tuple[Tensor, ...]]]:
+_Turn = tuple[slice, Sequence[int], tuple[Tensor, ...]]
+
+
+def _turns(counts: Sequence[int], x: Tensor, *weights: Tensor) -> list[_Turn]:
     """What is taken at a time: rows, how many of each expert, and these experts' matrices [experts, out, in]."""
     matrices = [weight.unflatten(0, (len(counts), -1)) for weight in weights]
     if at_once(x):
         return [(slice(0, len(x)), counts, tuple(matrices))]
-    found, start = [], 0
+    found: list[_Turn] = []
+    start = 0
     for count, *each in zip(counts, *matrices, strict=True):
         if count:
             found.append((slice(start, start + count), (count,), tuple(one[None] for one in each)))

@@ -45,7 +45,8 @@ class ExpertLoads:
     def largest(self, layer: str) -> float:
         """The load of the most loaded expert, on average over the last steps."""
         rows = self.loads[layer][-_LAST:]
-        return max(sum(one) / len(rows) for one in zip(*rows, strict=True))
+        means: list[float] = [sum(one) / len(rows) for one in zip(*rows, strict=True)]
+        return max(means)
 
     def as_json(self) -> dict[str, object]:
         return {
