@@ -13,6 +13,7 @@ Axes in names: B samples, T positions, H hidden, N heads, K key/value heads, D h
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import chain
 
 import torch
