@@ -69,7 +69,9 @@ class Division:
         at, part = divmod(index, self.ulysses)
         further, samples = self.over_rows(rows), len(batch["tokens"])
         parts = [further.part(batch, (at * rows + row) * self.ulysses + part) for row in range(rows)]
-        found = dict(parts[0], sample=batch["sample"].repeat(rows))
+        found = dict(parts[0])
+        if "sample" in batch:
+            found["sample"] = batch["sample"].repeat(rows)
         for name in ("tokens", "labels", "positions", "places"):
             if name in found:
                 found[name] = torch.cat([one[name].expand(samples, -1) for one in parts])

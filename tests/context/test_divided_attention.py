@@ -75,13 +75,15 @@ def divided(world: World, kind: str, case: Case) -> tuple[Array, list[Array], di
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", CASES)
-def test_ranks_find_what_one_finds(name: str, kind: str, pool: Pool) -> None:
-    """With fewer heads of keys and values than ranks that exchange heads, too."""
+@pytest.mark.parametrize(
+    ("name", "share"), [*((name, True) for name in CASES), ("odd", False), ("documents in a window", False)]
+)
+def test_ranks_find_what_one_finds(name: str, share: bool, kind: str, pool: Pool) -> None:
+    """With fewer heads of keys and values than ranks that exchange heads, too; and over gloo, as between machines."""
     case = CASES[name]
     expected = plainly(case)
     seen = 0
-    for places, found, _, _ in pool.run(divided, kind, case, ranks=RANKS):
+    for places, found, _, _ in pool.run(divided, kind, case, ranks=RANKS, share=share):
         real = places < case.length
         seen += real.sum()
         for one, whole in zip(found, expected, strict=True):
