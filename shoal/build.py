@@ -86,7 +86,8 @@ def stages_of(layout: Layout, layers: Sequence[tuple[str, nn.Module]], roles: Ro
     """
     if layout.stages > len(layers):
         problem = f"{layout.stages} stages are more than the model's {len(layers)} layers"
-        raise LayoutError(setting("layout.pp", layout.pp, problem, "use pp=1"))
+        example = "give Engine an example=batch, or " if len(layers) == 1 and not roles else ""
+        raise LayoutError(setting("layout.pp", layout.pp, problem, f"{example}use pp=1"))
     costs = costs_of(layers, roles)
     if roles:
         stages = cut(costs, layout.stages, layout.stage_layers)

@@ -20,8 +20,6 @@ from shoal.trace.labels import Value
 from shoal.trace.rules import ATTENTION, name_of
 from shoal.trace.spread import Site, Spread, owner, spread
 
-_THREE, _TWO = ("q", "k", "v"), ("gate", "up")
-
 
 @dataclass(frozen=True)
 class Inferred:
@@ -48,7 +46,7 @@ def infer(captured: Captured) -> Inferred:
     while unordered := _unordered(found):
         found = spread(captured, {**found.kept, **unordered})
     attended = _attended(found)
-    classes, within = found.of_class(), found.atoms.classes(within=True)
+    classes, within = found.classes, found.atoms.classes(within=True)
     roles, granules = {}, {}
     bundles = _bundles(found)
     for site in found.sites:
@@ -73,8 +71,9 @@ def _role(site: Site, order: _Order, heads: int, attends: bool) -> Role:
         return Role("out_proj" if attends else "down", transposed=site.transposed)
     parts: tuple[tuple[str, int], ...] = ()
     if len(order.widths) > 1:
-        usual = {2: _TWO, 3: _THREE}.get(len(order.widths), ())
-        names = usual or tuple(f"part{number}" for number in range(len(order.widths)))
+        usual = ("q", "k", "v") if attends else ("gate", "up")
+        count = len(order.widths)
+        names = usual if len(usual) == count else tuple(f"part{number}" for number in range(count))
         parts = tuple(zip(names, order.widths, strict=True))
     kind = "qkv" if attends else "gate_up"
     return Role(kind, parts, heads, fused=bool(parts), transposed=site.transposed)  # type: ignore[arg-type]
@@ -119,7 +118,7 @@ def _heads(within: Tensor, order: _Order) -> int:
 
 def _unordered(found: Spread) -> dict[str, fx.Node | None]:
     """The weights whose features are in an order that no role tells, with the operator that uses them."""
-    classes = found.of_class()
+    classes = found.classes
     more: dict[str, fx.Node | None] = {}
     for site in found.sites:
         if site.kind in ("column", "row"):
@@ -131,25 +130,17 @@ def _unordered(found: Spread) -> dict[str, fx.Node | None]:
 
 def _bundles(found: Spread) -> list[list[Site]]:
     """The matrices whose features share classes."""
-    classes = found.of_class()
-    bundles: list[tuple[set[int], list[Site]]] = []
+    bundles: dict[int, list[Site]] = {}
     for site in found.sites:
-        if site.kind not in ("column", "row"):
-            continue
-        mine, sites = set(classes[site.atoms].tolist()), [site]
-        apart = []
-        for others, those in bundles:
-            if mine & others:
-                mine, sites = mine | others, those + sites
-            else:
-                apart.append((others, those))
-        bundles = [*apart, (mine, sites)]
-    return [sites for _, sites in bundles]
+        if site.kind in ("column", "row"):
+            # Those that share any share all: each has every class of its bundle, or is in no order.
+            bundles.setdefault(int(found.classes[site.atoms].min()), []).append(site)
+    return list(bundles.values())
 
 
 def _attended(found: Spread) -> Tensor:
     """The classes that meet a softmax."""
-    classes = found.of_class()
+    classes = found.classes
     met = [
         classes[value.labels.reshape(-1)]
         for node in found.captured.graph.nodes

@@ -114,7 +114,7 @@ def _resize(part: Part, copy: fx.Node, cut: Cut, rank: int) -> None:
 def ranks_of_atoms(spread: Spread, ranks_of_features: Sequence[Tensor], ranks: int) -> Tensor:
     """The rank of each atom, int64 [atoms], where the features of each matrix of the sites lie on the ranks given
     (empty for one that makes no atoms). Raises :class:`LayoutError` where what belongs together would be apart."""
-    classes = spread.of_class()
+    classes = spread.classes
     of_class = torch.full_like(classes, -1)
     for site, features in zip(spread.sites, ranks_of_features, strict=True):
         if len(site.atoms) == 0:

@@ -218,15 +218,20 @@ def _grouped(captured: Captured, stream: Sequence[fx.Node]) -> list[list[fx.Node
         if len(alive) == 1 and at + 1 < len(stream) and _passes(stream[next(iter(alive))]):
             groups.append([])
     found: list[list[fx.Node]] = []
+    ahead: list[fx.Node] = []  # without parameters, and of the block that comes
     for group in groups:
+        here = _blocks(group)
         bare = not any(one in captured.parameters for node in group for one in node.all_input_nodes)
-        first = bool(found) and not any(
-            one in captured.parameters for node in found[-1] for one in node.all_input_nodes
-        )
-        if found and (bare or first or _blocks(found[-1]) & _blocks(group)):
-            found[-1] += group
+        if bare and (not found or here - _blocks(found[-1])):
+            ahead += group
+        elif found and (bare or _blocks(found[-1]) & here):
+            found[-1] += [*ahead, *group]
+            ahead = []
         else:
-            found.append(list(group))
+            found.append([*ahead, *group])
+            ahead = []
+    if ahead:
+        found = [*found[:-1], [*(found[-1] if found else []), *ahead]]
     return _owners_together(captured, found)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import torch
@@ -49,8 +50,9 @@ class Spread:
     reached: set[fx.Node]
     """What depends on a parameter."""
 
-    def of_class(self) -> Tensor:
-        """The class of each atom."""
+    @cached_property
+    def classes(self) -> Tensor:
+        """The class of each atom, int64 [atoms], once all is followed."""
         return self.atoms.classes(stops=True)
 
 
@@ -200,7 +202,7 @@ def _reads(node: fx.Node, inputs: fx.Node) -> bool:
 
 def _whole(found: Spread) -> dict[str, fx.Node | None]:
     """The weights that cannot be divided after all, with the operator because of which."""
-    captured, classes = found.captured, found.of_class()
+    captured, classes = found.captured, found.classes
     more: dict[str, fx.Node | None] = {}
     for site in found.sites:
         name = captured.parameters[site.weight]

@@ -72,6 +72,43 @@ class ViT(nn.Module):
         return self.head(self.norm(self.blocks(x))[:, 0])  # type: ignore[no-any-return]
 
 
+class Odd(nn.Module):
+    """What every rank has meets what is divided: norms of each head, a temperature, a gate for each position, a mask;
+    keys and values in one matrix, of fewer heads than queries."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(16, 24, bias=False), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.q_norm, self.k_norm = nn.LayerNorm(6), nn.RMSNorm(6)
+        self.inner = Temperature()
+        self.gate = nn.Linear(16, 1)
+        self.up, self.down = nn.Linear(16, 10), nn.Linear(5, 16)
+        self.head = nn.Linear(16, 5)
+        self.register_buffer("mask", torch.ones(5, 5, dtype=torch.bool).tril(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, tokens, _ = x.shape
+        q = self.q_norm(self.q(x).view(samples, tokens, 4, 6)).transpose(1, 2)
+        k, v = self.kv(x).view(samples, tokens, 2, 2, 6).permute(2, 0, 3, 1, 4)
+        k = self.inner(self.k_norm(k))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2) * self.gate(x).sigmoid())
+        first, second = self.up(x).split([5, 5], dim=-1)
+        x = x + self.down(first * second.tanh() * x.mean(-1, keepdim=True))
+        return self.head(x.mean(1))  # type: ignore[no-any-return]
+
+
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.log.exp()
+
+
 class Encoder(nn.Module):
     """PyTorch's own encoder, whose attention takes samples and heads as one dim."""
 
@@ -99,7 +136,14 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(vocab_size=51, use_cache=False, **rates, **shape))
 
 
-MODULES: dict[str, Callable[[], nn.Module]] = {"mlp": MLP, "vit": ViT, "encoder": Encoder, "llama": llama, "gpt2": gpt2}
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "mlp": MLP,
+    "vit": ViT,
+    "encoder": Encoder,
+    "odd": Odd,
+    "llama": llama,
+    "gpt2": gpt2,
+}
 
 NORM = Role("norm")
 TABLES: dict[str, RoleTable] = {
@@ -121,6 +165,16 @@ TABLES: dict[str, RoleTable] = {
         "encoder.layers.*.linear2": Role("down"),
         "encoder.layers.*.norm1": NORM,
         "encoder.layers.*.norm2": NORM,
+    },
+    "odd": {
+        "q": Role("qkv", heads=4, kv_heads=2),
+        "kv": Role("qkv", (("part0", 12), ("part1", 12)), heads=2, kv_heads=2, fused=True),
+        "out": Role("out_proj", heads=4, kv_heads=2),
+        "q_norm": NORM,
+        "k_norm": NORM,
+        "up": Role("gate_up", (("gate", 5), ("up", 5)), fused=True),
+        "down": Role("down"),
+        "head": Role("head"),
     },
     "llama": {
         "model.embed_tokens": Role("embed"),
@@ -169,7 +223,7 @@ def batches(name: str, steps: int, samples: int) -> list[Batch]:
             labels = tokens.roll(-1, 1).masked_fill(torch.rand(tokens.shape, generator=made) < 0.3, -100)
             found.append({"inputs": tokens, "labels": labels})
         else:
-            shape = {"mlp": (7,), "vit": (3, 8, 8), "encoder": (5, 16)}[name]
+            shape = {"mlp": (7,), "vit": (3, 8, 8), "encoder": (5, 16), "odd": (5, 16)}[name]
             inputs = torch.randn(samples, *shape, generator=made, dtype=torch.float64)
             found.append({"inputs": inputs, "labels": torch.randint(0, 5, (samples,), generator=made)})
     return found

@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from own_modules import MODULES, TABLES, batches, build
 from torch import Tensor, nn
 
-from shoal.build import interpreter_of
 from shoal.errors import ConfigError, LayoutError
-from shoal.layout import Layout
 from shoal.model.roles import role_of
 from shoal.tensor.inferred import InferredOneD
 from shoal.trace.capture import capture
@@ -101,6 +99,34 @@ def test_an_order_that_no_role_tells_stays_whole() -> None:
     assert found.roles == {}
 
 
+def test_a_cast_between_blocks_joins_none() -> None:
+    captured = capture(Cast(), torch.randn(4, 6))
+    assert len(sections(captured, infer(captured).spread.reached, torch.device("cpu"))[1]) == 3
+
+
+class Cast(nn.Module):
+    """A cast, which can be cut before and after, begins each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CastFirst() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class CastFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(torch.float32)
+        return x + self.linear(x)
+
+
 @pytest.mark.parametrize(("module", "operator"), [(Stopped, "aten.flip"), (Positional, "aten.mul")])
 def test_refused_with_the_operator_before_any_group_exists(module: type[nn.Module], operator: str) -> None:
     with pytest.raises(LayoutError, match=rf"{operator} in the module \(test_infer.py:\d+\).*; use dp, zero or pp"):
@@ -169,12 +195,9 @@ def test_what_a_graph_would_not_tell_is_refused(module: type[nn.Module], why: st
         capture(module(), torch.randn(4, 6))
 
 
-def test_without_an_example_it_says_what_to_give() -> None:
-    with pytest.raises(LayoutError, match="give Engine an example=batch"):
-        interpreter_of(Layout.parse("tp=2,dp=1"), {})
-
-
-@pytest.mark.parametrize(("name", "layers"), [("mlp", 4), ("vit", 6), ("encoder", 2), ("llama", 5), ("gpt2", 6)])
+@pytest.mark.parametrize(
+    ("name", "layers"), [("mlp", 4), ("vit", 6), ("encoder", 2), ("odd", 7), ("llama", 5), ("gpt2", 6)]
+)
 def test_layers_are_cut_between_blocks_and_compute_what_the_module_does(name: str, layers: int) -> None:
     module, batch = build(name), batches(name, 1, 6)[0]
     captured = inferred(name).spread.captured
