@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shoal.engine import Engine as Engine
     from shoal.layout import Layout as Layout
     from shoal.result import StepResult as StepResult
+    from shoal.trace.task import describe as describe
     from shoal.train.importing import load_hf as load_hf
 
 __version__ = "0.1.0"
@@ -24,9 +25,10 @@ _HOME = {
     "Optimizer": "shoal.config",
     "World": "shoal.comm.world",
     "init": "shoal.comm.world",
+    "describe": "shoal.trace.task",
     "load_hf": "shoal.train.importing",
 }
-__all__ = ["Engine", "Layout", "Optimizer", "StepResult", "World", "init", "load_hf"]
+__all__ = ["Engine", "Layout", "Optimizer", "StepResult", "World", "describe", "init", "load_hf"]
 
 
 def __getattr__(name: str) -> Any:

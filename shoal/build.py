@@ -71,7 +71,7 @@ def costs_of(layers: Sequence[tuple[str, nn.Module]], roles: RoleTable) -> list[
         sum(
             parameter.numel() * role.chosen // role.experts if role.experts else parameter.numel()
             for owner, module in layer.named_modules()
-            if (role := role_of(roles, f"{name}.{owner}".rstrip("."))).kind not in ("embed", "position")
+            if (role := role_of(roles, f"{name}.{owner}".strip("."))).kind not in ("embed", "position")
             for parameter in module.parameters(recurse=False)
         )
         for name, layer in layers
@@ -86,7 +86,8 @@ def stages_of(layout: Layout, layers: Sequence[tuple[str, nn.Module]], roles: Ro
     """
     if layout.stages > len(layers):
         problem = f"{layout.stages} stages are more than the model's {len(layers)} layers"
-        raise LayoutError(setting("layout.pp", layout.pp, problem, "use pp=1"))
+        example = "give Engine an example=batch, or " if len(layers) == 1 and not roles else ""
+        raise LayoutError(setting("layout.pp", layout.pp, problem, f"{example}use pp=1"))
     costs = costs_of(layers, roles)
     if roles:
         stages = cut(costs, layout.stages, layout.stage_layers)
@@ -187,7 +188,8 @@ def _tensor_interpreter(layout: Layout, roles: RoleTable) -> Interpreter:
     if layout.tp == 1:
         return Whole()
     if not roles:
-        raise LayoutError(setting("layout.tp", layout.tp, "the module has no role table", "use tp=1"))
+        problem = "the module has no role table"
+        raise LayoutError(setting("layout.tp", layout.tp, problem, "give Engine an example=batch, or use tp=1"))
     sizes, loop = dict(layout.tensor_axes), layout.tp_form == "loop"
     match layout.tp_kind:
         case "1d" | "1d-sp":

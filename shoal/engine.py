@@ -16,7 +16,6 @@ from shoal.build import (
     check_optimizers,
     held_units,
     homes_of,
-    interpreter_of,
     part_of,
     passes_of,
     programs_of,
@@ -40,12 +39,13 @@ from shoal.mesh import Mesh
 from shoal.model.context import Batch, Cache
 from shoal.model.decoder import Decoder
 from shoal.model.generate import Decode
-from shoal.model.task import Task, as_task, check_module, evaluating
+from shoal.model.task import Task, check_module, evaluating
 from shoal.optim.clip import clip_factor
 from shoal.optim.guard import Guard
 from shoal.optim.optimizers import Updater
 from shoal.optim.treatment import Treatments
 from shoal.overlap import open_flow
+from shoal.own import interpreter_for, task_of
 from shoal.pipeline.executor import Executor, Handlers, Stage
 from shoal.pipeline.lines import Lines
 from shoal.pipeline.trace import Recorder
@@ -62,8 +62,9 @@ class Engine:
     ``model`` answers as a :class:`~shoal.model.task.Task` does (Shoal's decoder, built on the meta device so that
     weights come into being only where they are held), or is any ``nn.Module``, taken as it is, with
     ``loss(output, batch)`` that sums over samples and, if the mean is not over samples, ``weight(batch)``; its
-    parameters are then copied from rank 0. ``rate(step)`` scales the learning rate. ``swap`` is the folder of what a
-    layout's ``offload`` keeps on a disk; the current one unless told.
+    parameters are then copied from rank 0, and an ``example`` batch lets ``tp`` and ``pp`` divide it. ``rate(step)``
+    scales the learning rate. ``swap`` is the folder of what a layout's ``offload`` keeps on a disk; the current one
+    unless told.
 
     Raises :class:`LayoutError` where the layout is not built yet, or does not fit the world or the model, and
     :class:`ConfigError` where the optimizer does not.
@@ -80,6 +81,7 @@ class Engine:
         world: World | None = None,
         loss: Callable[[Tensor, Batch], Tensor] | None = None,
         weight: Callable[[Batch], Tensor] | None = None,
+        example: Batch | None = None,
         swap: Path | None = None,
     ) -> None:
         self.world = world or World()
@@ -87,7 +89,7 @@ class Engine:
         self.layout.check_built()
         self._swap = swap_of(self.layout, swap or Path(), first=self.world.rank == 0)
         self.optimizer, self.rate, self.seed = optimizer or Optimizer(), rate, seed
-        self.task = as_task(model, loss, weight)
+        self.task = task_of(model, loss, weight, example, self.layout, self.world.device)
         check_module(self.task.module)
         self.steps_done = 0
         self._cut_short, self._samples_checked = False, False
@@ -100,7 +102,7 @@ class Engine:
         self.recorder = Recorder()
         """Writes down what this rank does, while it is told to."""
         self.mesh = Mesh(self.layout.axes, self.world)
-        self._interpreter = interpreter_of(self.layout, self.task.roles)
+        self._interpreter = interpreter_for(self.layout, self.task)
         self._part = part_of(self._interpreter, self.mesh.coords)
         self._open_groups()
         self._apply()

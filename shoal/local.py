@@ -152,9 +152,10 @@ def allot(
     module: nn.Module, parameters: Sequence[LocalParameter], seed: int, device: torch.device
 ) -> list[LocalParameter]:
     """Give each of ``parameters`` that is on the meta device the shape of what this rank has of it, and put it into
-    ``module`` wherever the parameter was. Returns the parameters as they then are.
+    ``module`` wherever the parameter was; so too, with its values, what this rank has of one that is known by one name.
+    Returns the parameters as they then are.
 
-    None has memory yet: who gives it some, fills it with :meth:`LocalParameter.values`.
+    Of the meta device none has memory yet: who gives it some, fills it with :meth:`LocalParameter.values`.
     """
     made: dict[nn.Parameter, LocalParameter] = {}
     for one in parameters:
@@ -162,6 +163,8 @@ def allot(
             shell = torch.empty((), dtype=one.parameter.dtype, device=device).expand(one.placement.shape)
             parameter = nn.Parameter(shell, one.parameter.requires_grad)
             made[one.parameter] = replace(one, parameter=parameter, drawn=_draw(one, seed, device))
+        elif _is_part(one):
+            made[one.parameter] = replace(one, parameter=_part(one))
         elif tuple(one.parameter.shape) != one.placement.shape:
             raise ConfigError(
                 f"Engine: {one.name} has values already, and this rank is to hold a part of it; build the module on "
@@ -172,6 +175,21 @@ def allot(
             if parameter in made:
                 setattr(owner, name, made[parameter].parameter)
     return [made.get(one.parameter, one) for one in parameters]
+
+
+def _is_part(one: LocalParameter) -> bool:
+    """Whether a parameter that has values is to be cut to pieces that are boxes of it as it is."""
+    shape = tuple(one.parameter.shape)
+    pieces = one.placement.pieces
+    return (len(pieces) > 1 or shape != one.placement.shape) and all(piece.shape == shape for piece in pieces)
+
+
+def _part(one: LocalParameter) -> nn.Parameter:
+    local = one.parameter.detach().new_zeros(one.placement.shape)
+    for piece in one.placement.pieces:
+        box = tuple(slice(start, stop) for start, stop in piece.box)
+        piece.of(local).copy_(one.parameter.detach()[box])
+    return nn.Parameter(local, one.parameter.requires_grad)
 
 
 def _draw(one: LocalParameter, seed: int, device: torch.device) -> Callable[[torch.dtype], Tensor]:
@@ -211,7 +229,7 @@ def adapt(name: str, layer: nn.Module, roles: RoleTable, interpreter: Interprete
     """Put the interpreter's modules into ``layer``, called ``name`` in the model, in place of those whose role calls
     for another."""
     for inner, child in list(layer.named_modules(remove_duplicate=False)):
-        other = interpreter.adapt(role_of(roles, f"{name}.{inner}".rstrip(".")), child, mesh)
+        other = interpreter.adapt(role_of(roles, f"{name}.{inner}".strip(".")), child, mesh)
         if other is not child:
             assert inner, f"{name} is a layer and would have to be another module"
             parent, _, local = inner.rpartition(".")

@@ -236,9 +236,13 @@ def refuses(world: World, name: str, line: str) -> str:
 @pytest.mark.parametrize(
     ("name", "line", "words"),
     [
-        ("mlp", "tp=2", "layout.tp = 2: the module has no role table; use tp=1"),
-        ("chain", "tp=2:1d-sp", "layout.tp = 2: the module has no role table; use tp=1"),
-        ("mlp", "pp=2", "layout.pp = 2: 2 stages are more than the model's 1 layers; use pp=1"),
+        ("mlp", "tp=2", "layout.tp = 2: the module has no role table; give Engine an example=batch, or use tp=1"),
+        (
+            "chain",
+            "tp=2:1d-sp",
+            "layout.tp = 2: the module has no role table; give Engine an example=batch, or use tp=1",
+        ),
+        ("mlp", "pp=2", "layout.pp = 2: 2 stages are more than the model's 1 layers; give Engine an example=batch, or"),
         ("chain", "pp=2{layers=4/3}", "layout.pp layers = 4/3: the model has 8 blocks for 2 stages; use 2 numbers"),
         ("chain", "cp=2", "layout.cp = 2: the module has no role table that tells where attention is; use cp=1"),
     ],

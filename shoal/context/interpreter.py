@@ -7,7 +7,7 @@ another module.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -55,16 +55,17 @@ class OverPositions:
         module = self.inner.adapt(role, module, mesh)
         if role.kind != "attention":
             return module
-        at, inside = mesh.coords[AXIS], self.division.ulysses
-        place, part = divmod(at, inside)
 
-        def of(ranks: Iterable[int], ulysses: bool) -> tuple[int, ...]:
-            """Those with the same place of the ring, or the same part of its chunks."""
-            found = ((rank, divmod(mesh.grid.coords(rank)[AXIS], inside)) for rank in ranks)
-            return tuple(rank for rank, (p, u) in found if (p == place if ulysses else u == part))
+        def where(rank: int) -> tuple[int, int]:
+            """The place of the ring, and the part of its chunks."""
+            return divmod(mesh.grid.coords(rank)[AXIS], self.division.ulysses)
 
+        place, part = where(mesh.world.rank)
         line, field = mesh.ranks_over(AXIS), mesh.ranks_over(AXIS, *self.rows)
-        groups = of(line, ulysses=True), of(line, ulysses=False), of(field, ulysses=False)
+        groups = (
+            tuple(rank for rank in line if where(rank)[0] == place),
+            *(tuple(rank for rank in ranks if where(rank)[1] == part) for ranks in (line, field)),
+        )
         mesh.open_groups(set(groups))
         return DividedAttention(module, *(mesh.group(ranks) for ranks in groups), gather=self.gather)
 

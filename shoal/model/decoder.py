@@ -13,6 +13,7 @@ Axes in names: B samples, T positions, H hidden, N heads, K key/value heads, D h
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import chain
 
 import torch
@@ -288,13 +289,13 @@ def decoder_roles(shape: Shape) -> RoleTable:
 def expert_roles(shape: Shape, into_residual: float) -> RoleTable:
     """Those of the modules of a layer with experts."""
     width, shared = shape.expert_width, shape.shared_experts * shape.expert_width
-    stacked = {"experts": shape.experts, "chosen": shape.experts_per_token}
+    stacked = partial(Role, experts=shape.experts, chosen=shape.experts_per_token)
     return {
         "blocks.*.ffn.tokens": Role("tokens"),
         "blocks.*.ffn.router": Role("router"),
         "blocks.*.ffn.experts": Role("experts"),
-        "blocks.*.ffn.experts.gate_up": Role("expert", parts=(("gate", width), ("up", width)), **stacked),
-        "blocks.*.ffn.experts.down": Role("expert_down", parts=(("down", shape.hidden),), std=into_residual, **stacked),
+        "blocks.*.ffn.experts.gate_up": stacked("expert", parts=(("gate", width), ("up", width))),
+        "blocks.*.ffn.experts.down": stacked("expert_down", parts=(("down", shape.hidden),), std=into_residual),
         "blocks.*.ffn.shared.gate_up": Role("gate_up", parts=(("gate", shared), ("up", shared))),
         "blocks.*.ffn.shared.down": Role("down", std=into_residual),
     }

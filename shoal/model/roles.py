@@ -30,7 +30,8 @@ class Role:
     ``parts`` names the logical weights that a fused matrix stacks along dim 0, with their rows. ``heads`` and
     ``kv_heads`` say how those rows group into attention heads: the granule that may not be cut is one key/value head
     with its share of query heads. ``std`` is the standard deviation of its matrices at initialisation; 0
-    starts all of the module at zero, vectors too, which else start at one.
+    starts all of the module at zero, vectors too, which else start at one. Checkpoints know the parts of a ``fused``
+    matrix only together, by its own name. A ``transposed`` weight is [in, out] (GPT-2's Conv1D), its parts columns.
 
     With ``experts`` a matrix stacks the parts of that many, one expert after another; a token goes through ``chosen``
     of them.
@@ -43,6 +44,8 @@ class Role:
     std: float = 0.02
     experts: int = 0
     chosen: int = 0
+    fused: bool = False
+    transposed: bool = False
 
 
 REPLICATED = Role("replicated")
@@ -65,11 +68,13 @@ def role_of(table: RoleTable, module: str) -> Role:
 def logical_parts(role: Role, module: str, parameter: str) -> tuple[tuple[str, int], ...]:
     """The logical names and rows stacked in a parameter: ``a.qkv`` ``weight`` → ``a.q.weight``, ``a.k.weight``, …;
     of experts ``a.gate_up`` ``weight`` → ``a.0.gate.weight``, ``a.0.up.weight``, ``a.1.gate.weight``, …"""
-    parent, _, _ = module.rpartition(".")
+    parent, _, own = module.rpartition(".")
     if role.experts:
         return tuple(
             (f"{parent}.{expert}.{part}.{parameter}", rows)
             for expert in range(role.experts)
             for part, rows in role.parts
         )
+    if role.fused:
+        return tuple((".".join(filter(None, (parent, own, parameter))), rows) for _, rows in role.parts)
     return tuple((".".join(filter(None, (parent, part, parameter))), rows) for part, rows in role.parts)

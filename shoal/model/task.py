@@ -68,6 +68,11 @@ class PlainTask:
         self.roles: RoleTable = {}
         self._loss, self._weight = loss, weight
 
+    @property
+    def runs_its_layers(self) -> bool:
+        """Whether the module is a list of layers already."""
+        return _runs_its_layers(self.module)
+
     def layers(self) -> list[tuple[str, nn.Module]]:
         if _runs_its_layers(self.module):
             # Not named_children: a layer that occurs twice runs twice.

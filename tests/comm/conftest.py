@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from lending import lending
 
-from shoal.comm.backends import links
-from shoal.comm.world import World
 from shoal.train.pool import Pool
 
 
@@ -22,15 +21,6 @@ class Carried:
         if self._carrier == "lent":
             task, arguments = lending, (task, *arguments)
         return self._pool.run(task, *arguments, share=self._carrier != "gloo", **options)
-
-
-def lending(world: World, task: Callable[..., Any], *arguments: Any) -> Any:
-    """``task``, with everything lent that may be."""
-    before, links.LENT = links.LENT, 1
-    try:
-        return task(world, *arguments)
-    finally:
-        links.LENT = before
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -134,3 +134,30 @@ def test_learned_positions_are_counted_by_the_whole_text() -> None:
     part = Division(ring=2).part({"tokens": tokens, "positions": torch.arange(20)[None]}, 0)
     with pytest.raises(ConfigError, match="no position for a text of 20 tokens"):
         model_of("gpt2").context(part)
+
+
+# ---- fewer samples than rows of a grid
+
+
+def words(world: World, config: Config, line: str) -> dict[str, float]:
+    engine = make_engine(config, Layout.parse(f"{line},dtype=float64"), world)
+    engine.step(open_data(config).batch(0))
+    return {key: n for key, n in world.ledger.table().items() if key.endswith("/context")}
+
+
+@pytest.mark.parametrize(("line", "rows"), [("tp=4:2d", 2), ("tp=4:4x1x1", 4), ("cp=2,tp=2:2x1x1", 2)])
+def test_rows_divide_positions_where_there_are_fewer_samples(line: str, rows: int, pool: Pool) -> None:
+    """Keys and values of the rows' positions go round them, and where there are as many samples as rows, nothing."""
+    report = verify(read("data.batch=1", "data.seq_len=13"), Layout.parse(f"{line},dtype=float64"), pool, steps=1)
+    assert report.agree, report.faults
+    ring = rows * Layout.parse(line).cp
+    for samples in {1, rows}:
+        config = read(f"data.batch={samples}", "data.seq_len=32")
+        columns = 2 if "2d" in line else 1
+        there = 32 * samples * 2 * config.model.kv_heads * config.model.head_dim // columns
+        folded = 2 * (2 * (ring - 1) / ring + 1) * there  # two blocks
+        for found in pool.run(words, config, line, ranks=Layout.parse(line).ranks):
+            if samples < rows:
+                assert sum(found.values()) == folded
+            elif "cp" not in line:
+                assert not found

@@ -75,13 +75,15 @@ def divided(world: World, kind: str, case: Case) -> tuple[Array, list[Array], di
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", CASES)
-def test_ranks_find_what_one_finds(name: str, kind: str, pool: Pool) -> None:
-    """With fewer heads of keys and values than ranks that exchange heads, too."""
+@pytest.mark.parametrize(
+    ("name", "share"), [*((name, True) for name in CASES), ("odd", False), ("documents in a window", False)]
+)
+def test_ranks_find_what_one_finds(name: str, share: bool, kind: str, pool: Pool) -> None:
+    """With fewer heads of keys and values than ranks that exchange heads, too; and over gloo, as between machines."""
     case = CASES[name]
     expected = plainly(case)
     seen = 0
-    for places, found, _, _ in pool.run(divided, kind, case, ranks=RANKS):
+    for places, found, _, _ in pool.run(divided, kind, case, ranks=RANKS, share=share):
         real = places < case.length
         seen += real.sum()
         for one, whole in zip(found, expected, strict=True):
@@ -161,11 +163,11 @@ def test_what_a_window_hides_does_not_travel(pool: Pool) -> None:
 # ---- bytes -------------------------------------------------------------------------------------------------
 
 
-def of_a_long_text(world: World, kind: str, length: int) -> dict[str, tuple[int, int]]:
+def of_a_long_text(world: World, kind: str, length: int, heads: int = 2) -> dict[str, tuple[int, int]]:
     """Bytes at the peak of either pass: in all, and of what comes from other ranks."""
-    case = Case(length, heads=2, kv_heads=1, head_dim=8, samples=1)
+    case = Case(length, heads=heads, kv_heads=1, head_dim=8, samples=1)
     attention, ctx, places = attention_of(world, kind, case)
-    q, k, v, grad = (torch.randn(1, heads, len(places), 8) for heads in (2, 1, 1, 2))
+    q, k, v, grad = (torch.randn(1, n, len(places), 8) for n in (heads, 1, 1, heads))
     for one in (q, k, v):
         one.requires_grad_()
     with Meter() as meter:

@@ -48,6 +48,19 @@ def test_ranks_have_every_position_once_and_as_many_with_padding(length: int, ul
         assert sorted(together) == [place for span in division.spans(length, at) for place in range(*span)]
 
 
+def test_rows_with_fewer_samples_have_positions_of_all_one_row_after_another() -> None:
+    tokens = torch.arange(16).reshape(2, 8)
+    batch = {"tokens": tokens, "positions": torch.arange(8)[None], "sample": torch.tensor([3, 4])}
+    found = Division().folded(batch, 0, 2)
+    assert found["tokens"].tolist() == [[0, 1, 6, 7], [8, 9, 14, 15], [2, 3, 4, 5], [10, 11, 12, 13]]
+    assert found["places"].tolist() == [[0, 1, 6, 7]] * 2 + [[2, 3, 4, 5]] * 2
+    assert torch.equal(found["positions"], found["places"])
+    assert found["sample"].tolist() == [3, 4, 3, 4]
+    first, second = (Division(ring=2).folded(batch, rank, 2) for rank in range(2))
+    assert first["places"].tolist() == [[0, 7]] * 2 + [[1, 6]] * 2
+    assert second["places"].tolist() == [[2, 5]] * 2 + [[3, 4]] * 2
+
+
 def test_a_part_of_a_batch_has_what_is_at_its_places_and_padding_that_counts_in_no_loss() -> None:
     tokens = torch.arange(10).reshape(2, 5)
     documents = torch.zeros(2, 5, dtype=torch.int64)

@@ -102,13 +102,18 @@ def test_every_schedule_agrees(name: str, eight: Pool) -> None:
         f"cp=2,tp=2:1d-sp,pp=2:{name},mb=4",
     ):
         settings = ("data.seq_len=13", "data.batch=8", "model.layers=4")
-        agrees(verify(load(RUNS / "tiny.toml", settings), exact(line), eight, steps=4))
+        report = verify(load(RUNS / "tiny.toml", settings), exact(line), eight, steps=4)
+        if exact(line).asynchronous:  # of which weights are compared, after drains
+            assert report.agree, report.faults
+            assert report.drift < 1e-12
+        else:
+            agrees(report)
 
 
 @pytest.mark.parametrize("line", ["cp=2,tp=8:3d", "cp=2:ulysses,tp=8:2.5d", "cp=4:2x2,pp=2,dp=2,mb=2,zero=1"])
 def test_sixteen_ranks_agree(line: str, sixteen: Pool) -> None:
-    settings = ("data.seq_len=21", "data.batch=8", "model.layers=2")
-    agrees(verify(load(RUNS / "tiny.toml", settings), exact(line), sixteen, steps=2), limit=1e-9)
+    settings = ("data.seq_len=21", "data.batch=8", "model.layers=3")
+    agrees(verify(load(RUNS / "tiny.toml", settings), exact(line), sixteen, steps=2))
 
 
 @pytest.mark.parametrize("name", ["sgd", "lion", "muon"])
@@ -136,6 +141,35 @@ def test_documents_kept_apart_agree(
 ) -> None:
     settings = ["data.source=tokens", f"data.path={documents}", "data.documents=true", f"data.packing={packing}"]
     agrees(verify(load(RUNS / "tiny6.toml", [*settings, "data.seq_len=61", *window]), exact(line), eight, steps=2))
+
+
+# ---- fewer samples than rows of a grid
+
+
+@pytest.mark.parametrize(("packing", "window"), [("stream", ()), ("documents", ("model.window=7",))])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "tp=4:2d",
+        "tp=8:2.5d,zero=3",
+        "tp=8:3d",
+        "tp=4:1x2x2,pp=2,mb=2",
+        "tp=6:3x2x1",
+        "tp=8:8x1x1",
+        "cp=2,tp=4:2d",
+        "cp=2:ulysses,tp=2:2x1x1",
+        "cp=2:gather,tp=4:2x2x1",
+        "cp=4:2x2,tp=2:1x2x1,recompute=full",
+    ],
+)
+def test_rows_divide_positions_where_there_are_fewer_samples(
+    line: str, packing: str, window: tuple[str, ...], documents: Path, eight: Pool
+) -> None:
+    """A sample or two of 29 positions, by every way in which rows divide them."""
+    settings = ["data.source=tokens", f"data.path={documents}", "data.documents=true", f"data.packing={packing}"]
+    samples = 2 if "mb=2" in line or "8x1x1" in line else 1
+    more = ("data.seq_len=29", f"data.batch={samples}", "model.layers=3", *window)
+    agrees(verify(load(RUNS / "tiny6.toml", [*settings, *more]), exact(line), eight, steps=2))
 
 
 # ---- drawn layouts

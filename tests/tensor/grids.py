@@ -10,6 +10,7 @@ from torch import Tensor
 from shoal.build import interpreter_of
 from shoal.comm.world import World
 from shoal.config import Model
+from shoal.context.interpreter import OverPositions
 from shoal.layout import Layout
 from shoal.mesh import Coords, Grid, Mesh
 from shoal.model.decoder import decoder_roles
@@ -21,6 +22,8 @@ SHAPE = Model(layers=1, hidden=48, heads=48, kv_heads=24, head_dim=2, ffn=144, v
 
 def interpreter(line: str) -> OnGrid:
     made = interpreter_of(Layout.parse(line), decoder_roles(SHAPE))
+    if isinstance(made, OverPositions):
+        made = made.inner
     assert isinstance(made, OnGrid)
     return made
 
