@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Model as Shape
-from shoal.config_experts import Gating
+from shoal.config.experts import Gating
 
 SINKHORN_ROUNDS = 8
 """A fixed number: one that depends on the scores would be another for another division of the sequences."""
