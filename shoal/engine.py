@@ -33,7 +33,7 @@ from shoal.errors import ConfigError, Diverged
 from shoal.feed import check_same, check_same_plan, loss_scale, micro_batches, weights_of
 from shoal.flow import Flow, updates_by_layer, updates_of
 from shoal.layout import Layout
-from shoal.load import Loads
+from shoal.load import Loads, check_balance
 from shoal.local import adapt, allot, buffer_fragments, drop, lay_out, persistent_buffers
 from shoal.mesh import Mesh
 from shoal.model.context import Batch, Cache
@@ -123,6 +123,7 @@ class Engine:
         treat = Treatments(self.optimizer)
         treat.check(module, roles)
         check_optimizers(self.layout, treat.names)
+        check_balance(self.layout, module)
         # What has values already has them from the first rank.
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.world.device))
         given = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]

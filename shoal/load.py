@@ -15,10 +15,20 @@ from torch import Tensor, nn
 
 from shoal.comm.collectives import all_reduce
 from shoal.comm.world import Group
+from shoal.errors import LayoutError, setting
+from shoal.layout import Layout
 from shoal.model.beside import Beside
 from shoal.model.context import Batch, Context
-from shoal.model.routed import Routed
+from shoal.model.routed import Routed, Router
 from shoal.result import ExpertLoad
+
+
+def check_balance(layout: Layout, module: nn.Module) -> None:
+    """Refuse a ``module`` with gates whose bias would answer the load of steps that have not ended. Raises
+    :class:`LayoutError`."""
+    if layout.delayed and any(isinstance(one, Router) and one.balances for one in module.modules()):
+        problem = "a gate's bias answers the load of the step before, and steps overlap"
+        raise LayoutError(setting("layout", str(layout), problem, "use model.bias_rate=0, or steps that do not"))
 
 
 class Loads:

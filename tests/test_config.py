@@ -117,6 +117,8 @@ def test_what_is_left_out_has_its_default_and_key_value_heads_are_all_heads() ->
             {"run": {"folder": 3}},
             "run.folder = 3: input is not a valid path for <class 'pathlib.Path'>; its default is \"out\"",
         ),
+        ({"model": {"gate_scale": 2.5}}, "model.gate_scale = 2.5: the model has no experts; leave it out, or set exp"),
+        ({"model": {"experts_per_token": 4}}, "model.experts_per_token = 4: the model has no experts; leave it out"),
         ({"model": {"window": 0}}, "model.window = 0: input should be greater than or equal to 1; leave it out"),
         ({"model": {"kv_heads": "x"}}, "model.kv_heads = x: input should be a valid integer; leave it out"),
         (

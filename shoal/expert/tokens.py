@@ -61,7 +61,8 @@ class DividedTokens(nn.Module):
     def __init__(self, stream: Stream, mesh: Mesh) -> None:
         super().__init__()
         self.stream, sizes = stream, dict(mesh.grid.axes)
-        self.sequences = mesh.over(*stream.shared)
+        whole = tuple(axis for axis in stream.shared if axis not in stream.context)
+        self.whole, self.sequences = mesh.over(*whole), mesh.over(*stream.shared)
         self.everyones = mesh.over(*stream.shared, *stream.samples)
         self.across = mesh.over(*(axis for axis in (stream.hidden, stream.repeated) if axis))
         self.part = 0
@@ -81,7 +82,9 @@ class SomeTokens:
         samples, positions = x_BTH.shape[:2]
         self._first = way.part * samples
         self._samples = min(max(0, ctx.samples - self._first), samples)
-        self._sequences, places = way.sequences, ctx.places
+        # Where a text is generated, every rank of context parallelism has all positions.
+        self._sequences = way.whole if ctx.blocks is None else way.sequences
+        places = ctx.places
         number = torch.arange(samples, device=x_BTH.device)[:, None]
         if places is None:
             places = torch.arange(positions, device=x_BTH.device) + way.at * positions

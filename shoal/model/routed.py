@@ -92,6 +92,11 @@ class Router(Linear):
         self.register_buffer("balance", bias)
         self.rate = shape.bias_rate
 
+    @property
+    def balances(self) -> bool:
+        """Whether a bias answers uneven load."""
+        return self.balance is not None and self.rate > 0
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         """The bias moves with the rest, but keeps its precision and values: steps of a thousandth add up in it."""
         bias, self.balance = self.balance, None
@@ -167,15 +172,16 @@ class Routed(nn.Module):
     def __init__(self, shape: Shape, name: str, activation: Activation, shared: nn.Module | None) -> None:
         super().__init__()
         self.name, self.gate = name, Gate.of(shape)
+        self.gate_at_rest = self.gate.at_rest()
         self.balance, self.z = shape.balance_loss, shape.gate_z_loss
         self.tokens, self.router = Tokens(), Router(shape)
         self.experts, self.shared = Experts(shape, activation), shared
 
     def forward(self, x_BTH: Tensor, ctx: Context) -> Tensor:
         taken: Taken = self.tokens(x_BTH, ctx)
-        rows_NH, gate = taken.rows, self.gate
+        rows_NH, gate = taken.rows, self.gate if self.training else self.gate_at_rest
         scores_NE = self.router(rows_NH)
-        losses = (self.balance > 0 or self.z > 0) and torch.is_grad_enabled()
+        losses = (self.balance > 0 or self.z > 0) and ctx.counted is not None and torch.is_grad_enabled()
         if gate.looks_around or losses:
             scores_STE = taken.of_all(scores_NE)
             chosen_STE = gates.choose(scores_STE, gate, self.router.balance)

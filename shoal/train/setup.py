@@ -18,8 +18,8 @@ from shoal.data.mixture import Mixture
 from shoal.data.samples import Samples, StoreSamples
 from shoal.data.store import TokenStore
 from shoal.engine import Engine
-from shoal.errors import LayoutError, setting
 from shoal.layout import Layout
+from shoal.load import check_balance
 from shoal.local import LocalParameter, lay_out, materialise
 from shoal.mesh import Grid
 from shoal.model.decoder import Decoder
@@ -45,10 +45,8 @@ def fit(config: Config, layout: Layout, world: int) -> Layout:
     filled = layout.fill(world)
     for samples in batch_size(config).sizes():
         filled.check(config.model, samples, world)
-    if filled.delayed and config.model.gate == "sigmoid" and config.model.bias_rate:
-        problem = "a gate's bias answers the load of the step before, and steps overlap"
-        raise LayoutError(setting("layout", str(filled), problem, "use model.bias_rate=0, or steps that do not"))
     model, treat = make_model(config, filled), Treatments(config.optimizer)
+    check_balance(filled, model)
     treat.check(model, model.roles)
     check_optimizers(filled, treat.names)
     return filled

@@ -73,3 +73,14 @@ def test_a_part_of_a_batch_has_what_is_at_its_places_and_padding_that_counts_in_
     assert found["documents"] is documents
     assert found["length"] == 5
     assert found["sample"].tolist() == [3, 4]
+
+
+def test_a_folded_batch_has_the_positions_of_one_row_after_those_of_another() -> None:
+    """Whoever trains without dropout need not number samples."""
+    tokens = torch.arange(8)[None]
+    found = Division().folded({"tokens": tokens, "labels": tokens + 1, "positions": tokens}, 0, 2)
+    assert found["places"].tolist() == found["tokens"].tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert found["counted"].tolist() == [8]
+    assert "sample" not in found
+    numbered = {"tokens": tokens, "positions": tokens, "sample": torch.tensor([5])}
+    assert Division().folded(numbered, 0, 2)["sample"].tolist() == [5, 5]

@@ -9,9 +9,11 @@ import torch
 
 from shoal.comm.world import World
 from shoal.config import Config, load
+from shoal.engine import Engine
+from shoal.errors import LayoutError
 from shoal.layout import Layout
 from shoal.train.pool import Pool
-from shoal.train.setup import make_engine, open_data
+from shoal.train.setup import make_engine, make_model, materialise_alone, open_data
 from shoal.train.verify import Report, verify
 
 RUN = Path(__file__).parents[2] / "runs" / "tiny.toml"
@@ -115,3 +117,39 @@ def test_the_bias_moves_one_step_against_each_excess_and_is_alike_everywhere(poo
     assert alone.any()
     for rank in pool.run(balances, config, exact("dp=2,tp=2,ep=2,mb=2"), ranks=4):
         assert torch.equal(rank[0], alone)
+
+
+def logits_of(world: World, config: Config, layout: Layout) -> torch.Tensor:
+    """Those after a prompt and after a token that follows it, of a model whose gates are far from even."""
+    engine = make_engine(config, layout, world)
+    for name, parameter in engine.task.module.named_parameters():
+        if "router" in name:
+            parameter.detach().mul_(60)
+    decode = engine.decoding()
+    return torch.stack([decode(given) for given in ([7, 20, 33, 8, 90, 41], [3], [25])])
+
+
+@pytest.mark.parametrize("gate", ["expert-choice", "sinkhorn"])
+def test_a_text_is_generated_alike_where_positions_are_divided_in_training(gate: str, pool: Pool) -> None:
+    """Then every rank has all tokens of the text: what a gate sees of it is not the sum over ranks."""
+    config = read(f"model.gate={gate}")
+    (alone,) = pool.run(logits_of, config, exact("dp=1"), ranks=1)
+    for found in pool.run(logits_of, config, exact("cp=2,ep=2"), ranks=2):
+        torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-11)
+
+
+def test_a_model_tells_logits_without_labels_while_it_records_gradients() -> None:
+    """The losses of its gates are of positions that count, and none does."""
+    config = read()
+    model = make_model(config, exact("dp=1"))
+    materialise_alone(model, 0)
+    batch = {name: x for name, x in open_data(config).batch(0).items() if name != "labels"}
+    ctx = model.context(batch)
+    assert model(batch, ctx).requires_grad
+    assert not ctx.beside.losses
+
+
+def test_an_engine_refuses_a_bias_that_would_not_answer() -> None:
+    model = make_model(read("model.gate=sigmoid"), exact("dp=1"))
+    with pytest.raises(LayoutError, match="a gate's bias answers the load of the step before"):
+        Engine(model, exact("sync=server{stale=1}"))

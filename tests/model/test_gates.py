@@ -85,6 +85,19 @@ def test_sinkhorn_gives_each_token_as_much_and_each_expert_nearly(scores: Tensor
     assert choose(skewed, replace(SOFTMAX, kind="sinkhorn")).sum(1).max() < uneven.max()
 
 
+def test_sinkhorn_balances_only_while_a_model_trains(scores: Tensor) -> None:
+    """A token that is generated is alone in its sequence: balanced, all its scores are the same."""
+    gate = replace(SOFTMAX, kind="sinkhorn").at_rest()
+    assert not gate.looks_around
+    assert torch.equal(choose(scores[:, 3:4], gate), choose(scores, gate)[:, 3:4])
+    assert torch.equal(choose(scores, gate), choose(scores, SOFTMAX))
+
+
+def test_an_expert_that_no_token_is_near_is_balanced_too() -> None:
+    scores = torch.tensor([[[0.0, -400.0, 1.0], [2.0, -500.0, 0.0], [0.0, -450.0, 0.0]]])
+    torch.testing.assert_close(sinkhorn(scores).sum(1), torch.full((1, 3), 1 / 3), rtol=0.1, atol=0.0)
+
+
 def test_experts_choose_their_share_of_each_sequence(scores: Tensor) -> None:
     gate = replace(SOFTMAX, kind="expert-choice")
     chosen, probabilities = choose(scores, gate), scores.softmax(-1)

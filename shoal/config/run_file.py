@@ -14,13 +14,10 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
-from shoal.config_attention import Latent as Latent
-from shoal.config_attention import RopeScaling as RopeScaling
-from shoal.config_attention import check_attention
-from shoal.config_experts import Gating, check_experts
-from shoal.config_faults import explain
-from shoal.config_section import Count, Fraction, Interval
-from shoal.config_section import Section as Section
+from shoal.config.attention import Latent, RopeScaling, check_attention
+from shoal.config.experts import Gating, check_experts
+from shoal.config.faults import explain
+from shoal.config.section import Count, Fraction, Interval, Section
 from shoal.errors import ConfigError, setting
 from shoal.layout import Layout
 

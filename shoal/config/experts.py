@@ -9,11 +9,16 @@ from shoal.errors import setting
 Gating = Literal["softmax", "topk-softmax", "sigmoid", "sinkhorn", "expert-choice"]
 
 _DENSE = {
+    "experts_per_token": 2,
     "expert_ffn": None,
     "shared_experts": 0,
     "dense_layers": 0,
     "gate": "softmax",
+    "gate_renormalise": False,
+    "gate_scale": 1.0,
     "gate_groups": 1,
+    "gate_top_groups": 1,
+    "bias_rate": 1e-3,
     "capacity": None,
     "balance_loss": 0.0,
     "gate_z_loss": 0.0,

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
-from shoal.config_section import Count, Section
+from shoal.config.section import Count, Section
 from shoal.errors import setting
 
 
