@@ -41,6 +41,8 @@ MOVED = 1 << 22
 MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 """Bytes of the whole tensor."""
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+_ROUNDS = 40
+"""Of a message: while others are at work, few of them are not interrupted."""
 _SHORT_S = 0.004
 """What one timing takes at least: short ones are repeated within it."""
 
@@ -190,7 +192,7 @@ def measure_messages(world: World) -> list[Messages]:
         for amount in MESSAGES:
             full = torch.zeros(amount // 4)
             other, best = torch.empty_like(full), float("inf")
-            for _ in range(8):
+            for _ in range(_ROUNDS if amount <= 1 << 20 else _ROUNDS // 4):
                 barrier(group)
                 started = time.perf_counter()
                 call(kind, full, other)
