@@ -6,18 +6,19 @@ dry, and the first plan whose every peak stays below the budget is taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.markup import escape
 
 from shoal.cli import here
-from shoal.cli.common import console
+from shoal.cli.common import console, nothing
 from shoal.config import Config
 from shoal.errors import ConfigError, LayoutError, ShoalError, setting
-from shoal.layout import Layout
+from shoal.layout import Layout, Offload
 from shoal.sizes import size_text
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 _GIB = 2**30
 _SAFE = 0.97
 """Of a budget, what a dry run's peak may come to."""
-_SHARES = (1.0, 0.8, 0.6, 0.4, 1.6, 2.5)
+_SHARES = (1.0, 0.6, 0.35, 2.0)
 """Of a budget, what plans are looked for in, one after the other, until one fits: the planner's formulas may be off by
 more than a small model's memory."""
-_PLANS = 8
+_PLANS = 5
 """Plans of one search."""
 
 
@@ -52,7 +53,7 @@ class Choice(NamedTuple):
     others: list[Plan]
     peak: int
     """Bytes of the rank that holds most."""
-    too_large: list[tuple[str, int]]
+    too_large: list[tuple[Layout, int]]
     """Plans that were passed over, and what a rank of theirs would hold."""
 
 
@@ -71,7 +72,9 @@ def check_alone(plan: Layout) -> None:
     if others:
         dtype = f",dtype={plan.dtype}" if plan.dtype != "float32" else ""
         raise LayoutError(
-            setting("layout", str(plan), f"auto chooses {', '.join(others)} itself", f"use auto{dtype}, or leave auto out")
+            setting(
+                "layout", str(plan), f"auto chooses {', '.join(others)} itself", f"use auto{dtype}, or leave auto out"
+            )
         )
 
 
@@ -94,7 +97,7 @@ def chosen(config: Config, plan: Layout, ranks: int, *, quiet: bool) -> Layout:
         cluster = replace(machines.cluster, device=device)
         return Search(Job(shape, cluster, data.seq_len, data.batch, machines.profile, plan.dtype), machines.constants)
 
-    with console.status(f"planning for {ranks} ranks") if not quiet else suppress():
+    with console.status(f"planning for {ranks} ranks") if not quiet else nothing():
         choice = _first_that_fits(config, plan, within, budget)
     if not quiet:
         _tell(choice, within(budget), machines, budget, stated=config.memory.budget_gib is not None)
@@ -111,7 +114,9 @@ def machines_of(config: Config, plan: Layout, ranks: int) -> Machines:
         import torch
 
         name = torch.cuda.get_device_name().lower().replace(" ", "")
-        kind = next((kind for kind in ("gb200", "b200", "h200", "h100", "a100", "v100", "l40s") if kind in name), "h100")
+        kind = next(
+            (kind for kind in ("gb200", "b200", "h200", "h100", "a100", "v100", "l40s") if kind in name), "h100"
+        )
         memory = torch.cuda.get_device_properties(0).total_memory / _GIB
         cluster = hardware.cluster(f"{ranks}x{kind}")
         cluster = replace(cluster, device=replace(cluster.device, memory_gib=memory))
@@ -133,52 +138,83 @@ def _on_gpus(config: Config) -> bool:
     return torch.cuda.is_available()
 
 
-def _first_that_fits(config: Config, plan: Layout, within: object, budget: float) -> Choice:
-    assert callable(within)
-    too_large: list[tuple[str, int]] = []
-    seen: set[str] = set()
+def _first_that_fits(config: Config, plan: Layout, within: Callable[[float], Search], budget: float) -> Choice:
+    from shoal.plan.layouts import split_of
+
+    too_large: list[tuple[Layout, int]] = []
+    limit = round(_SAFE * budget * _GIB)
+
+    def fits(layout: Layout) -> int | None:
+        """The layout's peak, if it fits and was not seen before."""
+        if any(layout == other for other, _ in too_large):
+            return None
+        peak = peak_of(config, layout, limit)
+        if peak > limit:
+            too_large.append((layout, peak))
+        return peak if peak <= limit else None
+
     for share in _SHARES:
-        search: Search = within(budget * share)
+        search = within(budget * share)
         plans = search.run(_PLANS).plans
-        for at, (one, layout) in enumerate(_layouts(config, plan, search, plans)):
-            if str(layout) in seen:
-                continue
-            seen.add(str(layout))
-            peak = peak_of(config, layout)
-            if peak <= _SAFE * budget * _GIB:
+        for at, (one, layout) in enumerate(layouts_of(config, search, plans)):
+            if (peak := fits(layout)) is not None:
                 return Choice(layout, one, plans[at + 1 :], peak, too_large)
-            too_large.append((str(layout), peak))
+    search = within(budget)
+    fewest = [layout for layout, _ in sorted(too_large, key=lambda pair: pair[1])[:1]]
+    ranks, samples = search.job.cluster.ranks, config.data.batch
+    if samples % ranks == 0:
+        fewest.insert(0, replace(plan, auto=False, dp=ranks, mb=samples // ranks, zero=3))
+    for layout in _frugal(config, fewest):
+        if (peak := fits(layout)) is not None:
+            return Choice(layout, search.price(split_of(layout, config.data.batch)), [], peak, too_large)
     given = config.memory.budget_gib
-    if not seen:
+    if not too_large:
         problem = f"no layout of {search.job.cluster.ranks} ranks suits the model and its {config.data.batch} samples"
         raise LayoutError(setting("layout", str(plan), problem, "use another number of ranks, or name a layout"))
-    line, least = min(too_large, key=lambda pair: pair[1])
-    problem = f"of {len(seen)} layouts for it none fits: {line} needs least, {size_text(least)}"
-    legal = f"use {-(-least * 10**4 // round(_SAFE * _GIB)) / 10**4:g} or more, or more ranks"
+    least, _ = min(too_large, key=lambda pair: pair[1])
+    peak = peak_of(config, least)
+    problem = f"none of {len(too_large)} layouts for it fits: {least} needs {size_text(peak)}"
+    legal = f"use {ceil(peak / _SAFE / _GIB * 10**4) / 10**4:g} or more, or more ranks"
     raise ConfigError(setting("memory.budget_gib", given if given is not None else f"{budget:.3g}", problem, legal))
 
 
-def _layouts(config: Config, plan: Layout, search: Search, plans: list[Plan]) -> Iterator[tuple[Plan, Layout]]:
+def _frugal(config: Config, least: Sequence[Layout]) -> Iterator[Layout]:
+    """What takes less memory still than the planner's plans that take ``least``, whatever time that costs."""
+    from shoal.train.setup import fit
+
+    parts = ("optimizer",), ("optimizer", "activations", "params", "grads")
+    for away in parts:
+        for layout in least:
+            zero = 3 if layout.alike > 1 else layout.zero
+            changed = replace(layout, recompute="full", recompute_stages=None, zero=zero)
+            with suppress(ShoalError):
+                yield fit(config, replace(changed, offload=tuple(Offload(what, "cpu") for what in away)), layout.ranks)
+
+
+def layouts_of(config: Config, search: Search, plans: Sequence[Plan]) -> Iterator[tuple[Plan, Layout]]:
     """The plans as layouts, those that the run file admits."""
-    from shoal.plan.layouts import layout_of
     from shoal.train.setup import fit
 
     for one in plans:
         with suppress(ShoalError):
-            layout = layout_of(one.split, search.job.precision, half_grads=plan.half_grads)
+            layout = Layout.parse(search.line(one))
             yield one, fit(config, layout, layout.ranks)
 
 
-def peak_of(config: Config, layout: Layout) -> int:
+def peak_of(config: Config, layout: Layout, limit: int | None = None) -> int:
     """The bytes that the rank which holds most has on its device, by its own code: one rank of each stage is run dry,
-    of many stages the ends, for all other ranks of a stage hold no more."""
+    of many stages those of the ends, for all other ranks of a stage hold no more. The first above ``limit`` is enough.
+    """
     from shoal.mesh import Grid
     from shoal.train.dryrun import dryrun
 
-    grid = Grid(layout.axes)
-    stages = range(layout.pp) if layout.pp <= 4 else (0, 1, layout.pp - 2, layout.pp - 1)
-    first = grid.coords(0)
-    return max(dryrun(config, layout, grid.rank({**first, "pp": stage})).peak_bytes for stage in stages)
+    grid, most = Grid(layout.axes), 0
+    stages = range(layout.pp) if layout.pp <= 4 else (0, layout.pp - 1, 1, layout.pp - 2)
+    for stage in stages:
+        most = max(most, dryrun(config, layout, grid.rank({**grid.coords(0), "pp": stage})).peak_bytes)
+        if limit is not None and most > limit:
+            break
+    return most
 
 
 def _tell(choice: Choice, search: Search, machines: Machines, budget: float, *, stated: bool) -> None:
@@ -186,12 +222,14 @@ def _tell(choice: Choice, search: Search, machines: Machines, budget: float, *, 
 
     plan, cluster = choice.plan, machines.cluster
     console.print(f"auto: [bold]{escape(str(choice.layout))}[/] on {cluster.ranks} ranks ({machines.source})")
-    kept = f"{size_text(choice.peak)} on the rank that holds most, by its own code run dry, of {size_text(budget * _GIB)}"
+    kept = (
+        f"{size_text(choice.peak)} on the rank that holds most, by its own code run dry, of {size_text(budget * _GIB)}"
+    )
     console.print(f"  predicted: {plan.estimate.step_s:.3g} s a step; {kept}{' allowed' if stated else ''}")
     console.print(f"  why: {explain.binding(plan, search.memory.room / _GIB)}")
     for other in choice.others[:2]:
         console.print(f"  next: {escape(search.line(other))}, {explain.lost(other, plan)}")
     if choice.too_large:
-        line, peak = choice.too_large[0]
+        layout, peak = choice.too_large[0]
         more = f", as would {len(choice.too_large) - 1} more" * (len(choice.too_large) > 1)
-        console.print(f"  faster, but too large: {escape(line)} would hold {size_text(peak)}{more}")
+        console.print(f"  faster, but too large: {escape(str(layout))} would hold {size_text(peak)}{more}")

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from shoal.plan.here import Here
     from shoal.train.calibrate import Progress
 
+NAME = "here"
+"""What it is called among clusters."""
 _MODELS = {
     "wide": {"layers": 3, "hidden": 256, "heads": 8, "ffn": 704, "vocab": 1024},
     "narrow": {"layers": 8, "hidden": 128, "heads": 4, "ffn": 352, "vocab": 2048},
@@ -95,7 +97,7 @@ def here_cluster(text: str, dtype: str) -> tuple[Cluster, Here] | None:
     """The cluster ``here`` (as many ranks as cores) or ``4xhere``; None where ``text`` names another. Raises
     :class:`ConfigError` where nothing was measured."""
     count, _, name = text.rpartition("x")
-    if name != "here" or not (count.isdigit() or not text.partition("here")[0]):
+    if name != NAME or (text != NAME and not count.isdigit()):
         return None
     found = known()
     if found is None:

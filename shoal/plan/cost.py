@@ -16,7 +16,6 @@ from shoal.plan.profile import Constants
 from shoal.plan.terms import Passes, Terms
 from shoal.plan.work import Cuts, Job, Split
 
-
 _PassesOf = tuple[str, int, int, int, list[tuple[float, ...]], float]
 """Schedule, ranks, micro-batches, chunks, costs by stage and transfer."""
 

@@ -73,8 +73,8 @@ class Here:
 
 
 def read(document: Any) -> Here:
-    """What :meth:`Here.as_json` has made a document of. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is
-    none."""
+    """What :meth:`Here.as_json` has made a document of. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it
+    is none."""
     devices = {
         str(dtype): {int(threads): Device(**device) for threads, device in of.items()}
         for dtype, of in document["devices"].items()
