@@ -17,7 +17,7 @@ from shoal.errors import ConfigError
 from shoal.layout import Layout
 
 RUN = Path(__file__).parents[2] / "runs" / "tiny.toml"
-SMALL = ("model.layers=2", "data.seq_len=8", "model.vocab=64", "data.batch=4", "layout.dtype=float32")
+SMALL = ("model.layers=1", "data.seq_len=8", "model.vocab=64", "data.batch=4", "layout.dtype=float32")
 
 
 @pytest.fixture(autouse=True)
@@ -51,13 +51,12 @@ def test_the_choice_fits_the_world_and_the_budget(monkeypatch: pytest.MonkeyPatc
     assert all(peak > automatic._SAFE * budget * 2**30 for _, peak in seen[:-1])
 
 
-def test_a_budget_that_nothing_fits_is_refused_with_one_that_would_do() -> None:
-    with pytest.raises(
-        ConfigError, match=r"memory\.budget_gib = 1e-05: none of \d+ layouts for it fits: .* use 0\."
-    ) as e:
-        chosen(run("memory.budget_gib=0.00001"), Layout(auto=True), 1, quiet=True)
-    least = float(str(e.value).split("; use ")[1].split()[0])
-    assert chosen(run(f"memory.budget_gib={least}"), Layout(auto=True), 1, quiet=True).ranks == 1
+def test_a_budget_that_nothing_fits_is_refused_with_one_that_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(automatic, "peak_of", lambda config, layout, limit=None: 3 * 2**20)
+    said = r"memory\.budget_gib = 0\.001: none of \d+ layouts for it fits: .* needs 3\.00 MiB; use 0\.0031 or more"
+    with pytest.raises(ConfigError, match=said):
+        chosen(run("memory.budget_gib=0.001"), Layout(auto=True), 2, quiet=True)
+    assert chosen(run("memory.budget_gib=0.0031"), Layout(auto=True), 2, quiet=True).ranks == 2
 
 
 def test_its_dtype_is_kept() -> None:
