@@ -42,6 +42,10 @@ def fit(config: Config, layout: Layout, world: int) -> Layout:
     the model.
     """
     layout.check_built()
+    if layout.auto:
+        problem = "nobody has chosen a layout here"
+        legal = "use it with shoal train and shoal verify, or name a layout that shoal plan finds"
+        raise LayoutError(setting("layout", str(layout), problem, legal))
     filled = layout.fill(world)
     for samples in batch_size(config).sizes():
         filled.check(config.model, samples, world)
