@@ -18,6 +18,7 @@ from shoal.data.mixture import Mixture
 from shoal.data.samples import Samples, StoreSamples
 from shoal.data.store import TokenStore
 from shoal.engine import Engine
+from shoal.errors import LayoutError, setting
 from shoal.layout import Layout
 from shoal.load import check_balance
 from shoal.local import LocalParameter, lay_out, materialise
