@@ -224,7 +224,7 @@ def test_layout_refuses_what_does_not_fit_the_model_or_the_batch(shoal: Shoal, f
     result = shoal("layout", "dp=5", "--run", file)
     refused(result, "layout.dp = 5: a global batch of 24")
     assert "--run" not in result.err
-    refused(shoal("layout", "auto"), "the planner's choice of layout is not built yet")
+    refused(shoal("layout", "auto"), "layout = auto: nobody has chosen a layout here", "shoal train")
     refused(shoal("layout", "zero=9"), "layout.zero = 9")
     refused(shoal("layout", "dp=2", "tp=2"), "FILE.svg = tp=2: is not the name of an SVG file")
     refused(shoal("layout", "dp=2", "--run", tmp_path / "none.toml"), "there is no such file")

@@ -58,7 +58,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--layout", "recomptue=full"], ["layout.recomptue = full: unknown key (did you mean 'recompute'?)"]),
         (["--layout", "dp=2,sync=server,stale=1"], ["layout.stale = 1: is an option of sync",
                                                     "use sync=server{stale=1}"]),
-        (["--layout", "auto"], ["the planner's choice of layout is not built yet", "tp=N:1d|1d-sp"]),
+        (["--layout", "dp=2,auto"], ["layout = dp=2,auto: auto chooses dp itself", "use auto"]),
         (["--layout", "cp=4:ulysses"], ["layout.cp = 4:ulysses: 6 attention heads do not divide over",
                                         "4 Ulysses ranks", "use cp=3:ulysses or cp=6:ulysses"]),
         (["--layout", "tp=4:3d"], ["layout.tp = 4:3d", "use tp=1:3d or tp=8:3d"]),
@@ -160,7 +160,7 @@ def test_an_error_that_a_rank_finds_is_one_message(
 
 @pytest.mark.usefixtures("no_processes")
 def test_verify_refuses_what_train_refuses(shoal: Shoal, file: Path) -> None:
-    refused(shoal("verify", file, "--layout", "auto"), "layout.auto", "not built yet")
+    refused(shoal("verify", file, "--layout", "auto,mb=2"), "auto chooses mb itself", "use auto")
     refused(shoal("verify", file, "--layout", "pp=4"), "layout.pp = 4", "the model's 3 layers")
     refused(shoal("verify", file, "--layout", "tp=4"), "layout.tp = 4", "6 attention heads")
     refused(shoal("verify", file, "--layout", "dp=7"), "a global batch of 24")

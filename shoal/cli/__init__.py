@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from shoal.cli.calibrate import calibrate
 from shoal.cli.data import inspect_data, make_data
 from shoal.cli.dryrun import dryrun
 from shoal.cli.models import export_folder, generate_text, import_folder, inspect
@@ -38,6 +39,7 @@ app.command()(verify)
 app.command(name="layout")(show_layout)
 app.command(name="schedule")(show_schedule)
 app.command()(plan)
+app.command()(calibrate)
 app.command()(dryrun)
 app.command()(report)
 app.add_typer(

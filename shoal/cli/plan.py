@@ -11,23 +11,27 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal.cli.common import JsonOption, LayoutOption, RunFile, SetOption, console, read, tell_next
+from shoal.cli.here import here_cluster
+from shoal.cli.tried import check_startable, measured_plans, show_tried
 from shoal.errors import LayoutError
 
 if TYPE_CHECKING:
     from shoal.plan.search import Found, Plan, Search
 
+_CLUSTER = "such as 8xh100, 64x8xh100:400G, laptop, cluster.toml, or here: what shoal calibrate measured"
 _KEPT = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer", "activations": "activations"}
 _KEPT |= {"logits": "logits", "buffers": "buffers"}
 
 
 def plan(
     run: RunFile,
-    cluster: Annotated[
-        str, typer.Option("--cluster", metavar="C", help="such as 8xh100, 64x8xh100:400G, laptop or cluster.toml")
-    ],
+    cluster: Annotated[str, typer.Option("--cluster", metavar="C", help=_CLUSTER)],
     layout: LayoutOption = None,
     set_: SetOption = None,
     best: Annotated[int, typer.Option("--best", metavar="N", help="plans to show", min=1)] = 8,
+    measure: Annotated[
+        int, typer.Option("--measure", metavar="N", help="run the best N plans for a few steps on this machine", min=0)
+    ] = 0,
     json: JsonOption = False,
 ) -> None:
     """Say which layouts fit a cluster, how long a step takes under each, and why, before anything is rented.
@@ -37,21 +41,28 @@ def plan(
     Example: shoal plan runs/llama3-405b.toml --cluster 2048x8xh100:400G
     """
     from shoal.plan import explain, hardware
+    from shoal.plan.here import profile as profile_here
     from shoal.plan.profile import PROFILES, constants
     from shoal.plan.search import Search
     from shoal.plan.shape import of_model
     from shoal.plan.work import Job
 
-    machines = hardware.cluster(cluster)
     config, wanted = read(run, layout, set_)
-    profile = PROFILES["shoal"]
+    profile, rates = PROFILES["shoal"], constants()
     if wanted.half_grads:
         profile = replace(profile, gradient_bytes=2, reduce_bytes=2)
+    if (here := here_cluster(cluster, wanted.dtype)) is not None:
+        machines, rates = here[0], here[1].constants
+        profile = profile_here(wanted.dtype, half_grads=wanted.half_grads)
+    else:
+        machines = hardware.cluster(cluster)
+    if measure:
+        check_startable(config, measure, machines.ranks)
     shape = of_model(config.model)
     job = Job(shape, machines, config.data.seq_len, config.data.batch, profile, wanted.dtype)
-    search = Search(job, constants())
+    search = Search(job, rates)
     own, fault = None, None
-    if layout is not None or config.layout:
+    if not wanted.auto and (layout is not None or config.layout):
         try:
             filled = wanted.fill(machines.ranks)
             filled.check(config.model, job.batch, machines.ranks)
@@ -62,16 +73,20 @@ def plan(
             fault = str(error)
     found = search.run(best)
     if not found.plans:
-        raise explain.nothing_fits(job, constants())
+        raise explain.nothing_fits(job, rates)
     changes = [
         {"change": what, "step_s": seconds, "text": text}
-        for what, seconds, text in explain.sensitivity(job, found, constants())
+        for what, seconds, text in explain.sensitivity(job, found, rates)
     ]
+    tried = measured_plans(config, search, found.plans, measure, quiet=json) if measure else []
+    winner = tried[0].layout if tried else search.line(found.plans[0])
     if json:
-        typer.echo(jsonlib.dumps(_table(search, found, own, fault, changes)))
+        measured = {"measured": [one._asdict() for one in tried], "winner": winner} if measure else {}
+        typer.echo(jsonlib.dumps(_table(search, found, own, fault, changes) | measured))
         return
     _show(search, found, own, fault, changes)
-    tell_next([("train under the best", f"shoal train {run} --layout {search.line(found.plans[0])}")])
+    show_tried(tried)
+    tell_next([("train under the best", f"shoal train {run} --layout {winner}")])
 
 
 def _table(

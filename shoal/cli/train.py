@@ -13,6 +13,7 @@ import typer
 from rich.markup import escape
 
 from shoal import config as configuration
+from shoal.cli.auto import chosen, ranks_here
 from shoal.cli.common import (
     JsonOption,
     LayoutOption,
@@ -71,10 +72,20 @@ def train(
     if joined and processes not in (None, joined):
         problem = f"the launcher has started {joined}"
         raise ConfigError(setting("-n", processes, problem, f"leave it out, or use -n {joined}"))
-    plan = fit(config, plan, joined or processes or fewest(plan))
-    begin = train_joined if joined else train_here
     asked = Asked(fresh=fresh, trace=trace, memory=memory)
-    begin(config, plan, partial(watch, config, json), partial(ready, config, plan, asked, json), asked)
+    choose = None
+    if plan.auto:
+        choose = partial(chosen, config, plan, joined or processes or ranks_here(config), quiet=json)
+        if not joined:
+            plan, choose = choose(), None
+            config = config.model_copy(update={"layout": plan.table()})
+    if choose is None:
+        plan = fit(config, plan, joined or processes or fewest(plan))
+    shown, before = partial(watch, config, json), partial(ready, config, plan, asked, json)
+    if joined:
+        train_joined(config, plan, shown, before, asked, choose)
+    else:
+        train_here(config, plan, shown, before, asked)
 
 
 def verify(
@@ -96,6 +107,9 @@ def verify(
     from shoal.train.setup import fit
     from shoal.train.verify import verify as compare
 
+    if plan.auto:
+        plan = chosen(config, plan, ranks_here(config), quiet=json)
+        config = config.model_copy(update={"layout": plan.table()})
     plan = fit(config, plan, fewest(plan))
     announce(config, json)
     with progress_bar(quiet=json) as progress:

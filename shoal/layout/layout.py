@@ -57,6 +57,7 @@ BUILT: dict[str, tuple[str, ...]] = {
         "activations:nvme",
     ),
     "dtype": ("float32", "float64", "bf16", "fp16"),
+    "auto": ("",),
 }
 
 _OFFERED = ("dp", "mb", *BUILT)

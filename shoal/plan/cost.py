@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import log2
 
-from shoal.plan import clock
+from shoal.plan import clock, crowded
 from shoal.plan.layer_time import LayerTimes
 from shoal.plan.profile import Constants
 from shoal.plan.terms import Passes, Terms
 from shoal.plan.work import Cuts, Job, Split
+
+_PassesOf = tuple[str, int, int, int, list[tuple[float, ...]], float]
+"""Schedule, ranks, micro-batches, chunks, costs by stage and transfer."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Estimate:
     step_s: float
     terms: Mapping[str, float]
     """Seconds: those of :class:`Terms` on the rank that has most to do, then ``bubble`` (what the pipeline waits),
-    ``data`` (reductions and gathers that nothing hides), ``optimizer`` and ``jitter``."""
+    ``data`` (reductions and gathers that nothing hides), ``optimizer``, ``cores`` (waiting for one) and ``jitter``."""
 
 
 class StepTimes:
@@ -66,7 +69,8 @@ class StepTimes:
             stages = [self._gathered(passes, split) for passes in stages]
         costs = [tuple(part.total for part in passes) for passes in stages]
         transfer = self._transfer(split)
-        pipeline = clock.length(split.schedule, split.pp, split.micro_batches, split.chunks, costs, transfer)
+        passes = split.schedule, split.pp, split.micro_batches, split.chunks, costs, transfer
+        pipeline = clock.length(*passes)
         home = clock.home(split.schedule, split.pp, split.chunks)
         loads = [0.0] * split.pp
         for stage, rank in enumerate(home):
@@ -81,10 +85,20 @@ class StepTimes:
         terms["bubble"] = max(0.0, pipeline - work.total)
         terms["data"] = self._data(split, mine)
         terms["optimizer"] = self._update(split)
+        terms["cores"] = self._crowd(split, passes, pipeline, terms["data"] + terms["optimizer"])
         spent = sum(terms.values())
         spread = self._spread(split)
         terms["jitter"] = spent * (spread - 1.0)
         return Estimate(spent * spread, terms)
+
+    def _crowd(self, split: Split, passes: _PassesOf, alone: float, beside: float) -> float:
+        """What ranks that share cores wait for one, over what they would take on cores of their own: ``alone`` in the
+        passes, ``beside`` after them."""
+        crowd = self.job.cluster.crowd
+        if crowd == 1.0:
+            return 0.0
+        together = crowded.length(*passes, cores=split.pp / crowd)
+        return max(0.0, together - alone) + (crowd - 1.0) * beside
 
     def bound(self, split: Split) -> float:
         """No step under ``split`` takes less: the mean work of a rank, and the pipeline filling up."""

@@ -24,6 +24,7 @@ TERMS = {
     "bubble": "the pipeline's bubble",
     "data": "data-parallel communication",
     "optimizer": "the optimizer",
+    "cores": "waiting for a core that other ranks use",
     "jitter": "pace of the framework, and waiting for the slowest",
 }
 _COMPUTE = ("matmul", "attention", "elementwise", "launch", "jitter")

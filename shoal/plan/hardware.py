@@ -75,6 +75,13 @@ class Cluster:
     per_node: int
     nic: float
     """A device's share of its node's network."""
+    cores: int = 0
+    """Of a node, where its ranks share them; 0 where each rank has a device of its own."""
+
+    @property
+    def crowd(self) -> float:
+        """How many ranks share a core; 1 where each has its own, or several."""
+        return max(1.0, self.per_node / self.cores) if self.cores else 1.0
 
     @property
     def ranks(self) -> int:

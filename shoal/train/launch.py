@@ -41,28 +41,45 @@ def train_here(config: Config, layout: Layout, watch: Watch, ready: Ready, asked
         pool.run(train, config, layout, watch, asked, timeout_s=config.run.timeout, device=config.run.device)
 
 
-def train_joined(config: Config, layout: Layout, watch: Watch, ready: Ready, asked: Asked = NOTHING) -> None:
-    """This process's part of a run whose ranks a launcher has started."""
+def train_joined(
+    config: Config,
+    layout: Layout,
+    watch: Watch,
+    ready: Ready,
+    asked: Asked = NOTHING,
+    choose: Callable[[], Layout] | None = None,
+) -> None:
+    """This process's part of a run whose ranks a launcher has started. The first rank may ``choose`` the layout."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher says what happened, once for all ranks
     with init(device=config.run.device, timeout_s=config.run.timeout) as world, ExitStack() as held:
-        _on_first_rank(world, lambda: held.enter_context(ready()))
+        if choose is not None:
+            layout = Layout.parse(_on_first_rank(world, lambda: str(choose())))
+            config = config.model_copy(update={"layout": layout.table()})
+
+        def enter() -> str:
+            held.enter_context(ready())
+            return ""
+
+        _on_first_rank(world, enter)
         train(world, config, layout, watch, asked)
 
 
-def _on_first_rank(world: World, work: Callable[[], None]) -> None:
-    """Do ``work`` on the first rank, and go on when it is done. If it raises, the other ranks exit without a word: the
-    first tells why."""
+def _on_first_rank(world: World, work: Callable[[], str]) -> str:
+    """Do ``work`` on the first rank, and go on with what it says when it is done. If it raises, the other ranks exit
+    without a word: the first tells why."""
     failed: Exception | None = None
+    said = ""
     if world.rank == 0:
         try:
-            work()
+            said = work()
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
             failed = error
-    heard = world.hear_first("failed" if failed is not None else "ready")
+    heard = world.hear_first("failed" if failed is not None else f"ready {said}")
     if failed is not None:
         raise failed
     if heard == "failed":
         raise SystemExit(ShoalError.exit_code)
+    return heard.removeprefix("ready ")
 
 
 @contextmanager

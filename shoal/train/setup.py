@@ -18,6 +18,7 @@ from shoal.data.mixture import Mixture
 from shoal.data.samples import Samples, StoreSamples
 from shoal.data.store import TokenStore
 from shoal.engine import Engine
+from shoal.errors import LayoutError, setting
 from shoal.layout import Layout
 from shoal.load import check_balance
 from shoal.local import LocalParameter, lay_out, materialise
@@ -42,6 +43,10 @@ def fit(config: Config, layout: Layout, world: int) -> Layout:
     the model.
     """
     layout.check_built()
+    if layout.auto:
+        problem = "nobody has chosen a layout here"
+        legal = "use it with shoal train and shoal verify, or name a layout that shoal plan finds"
+        raise LayoutError(setting("layout", str(layout), problem, legal))
     filled = layout.fill(world)
     for samples in batch_size(config).sizes():
         filled.check(config.model, samples, world)

@@ -73,7 +73,7 @@ def oklab(colour: str) -> tuple[float, float, float]:
 def test_places_of_a_grid_are_told_apart_by_eye(line: str, blocks: int) -> None:
     """Two colours side by side differ visibly from a distance of 0.02 on."""
     layout = Layout.parse(line)
-    nothing = Ownership(layout, tuple(range(layout.ranks)), (), (), (range(0),), (0,), ())
+    nothing = Ownership(layout, tuple(range(layout.ranks)), (), (), (range(0),), (0,), (), {})
     found = {Colours(nothing).of([rank]) for rank in nothing.ranks}
     assert len(found) == blocks
     assert min(dist(oklab(one), oklab(other)) for one, other in combinations(found, 2)) > 0.05
