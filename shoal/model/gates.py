@@ -20,6 +20,7 @@ expert-choice  by each expert, its share of the tokens  softmax over all experts
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from math import ceil
 
 import torch
@@ -69,6 +70,11 @@ class Gate:
         if self.capacity is None and self.kind != "expert-choice":
             return length
         return min(length, ceil((self.capacity or 1.0) * self.chosen * length / self.experts))
+
+    def even_share(self, length: int) -> Fraction:
+        """Which part of the tokens of sequences of ``length`` goes to each expert where all are given as many."""
+        places = Fraction(self.places(length), length)
+        return places if self.kind == "expert-choice" else min(places, Fraction(self.chosen, self.experts))
 
 
 def widened(scores: Tensor) -> Tensor:
