@@ -31,7 +31,7 @@ from shoal.comm.world import Group
 from shoal.meter import mark
 from shoal.model.choice import Choice
 from shoal.model.routed import add_rows
-from shoal.purposes import COMMUNICATION
+from shoal.purposes import ACTIVATIONS, COMMUNICATION
 
 PURPOSE = "experts"
 
@@ -183,7 +183,9 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sent: Tensor, trip: Trip) -> Tensor:
         ctx.trip = trip
-        return trip.arrived()
+        rows = trip.arrived()
+        mark(ACTIVATIONS, rows)
+        return rows
 
     @staticmethod
     @once_differentiable
@@ -197,7 +199,9 @@ class _GiveBack(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, trip: Trip) -> Tensor:
         ctx.trip = trip
         trip.start_back(rows)
-        return trip.returned()
+        made = trip.returned()
+        mark(ACTIVATIONS, made)
+        return made
 
     @staticmethod
     @once_differentiable
