@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.comm.backends import shared
@@ -14,6 +16,7 @@ from shoal.comm.world import World
 from shoal.config import Config
 from shoal.layout import Layout
 from shoal.memory.account import RankMemory
+from shoal.model import gates
 from shoal.train.dryrun import DryRun, samples_of
 from shoal.train.metering import Metering, step_measured
 from shoal.train.setup import make_engine
@@ -26,6 +29,23 @@ def measured(world: World, config: Config, layout: Layout) -> tuple[RankMemory, 
     """Memory, what was received, and the actions, of the step that is measured."""
     with patch.object(shared._Sum, "_add_up", _unseen(shared._Sum._add_up)):
         return whole(world, config, layout)
+
+
+def evenly(world: World, config: Config, layout: Layout) -> tuple[RankMemory, list[Entry], list[str]]:
+    """As :func:`measured`, of gates that give every expert as many of any E/k tokens in a row."""
+    with patch.object(gates, "choose", _in_turn(gates.choose)):
+        return measured(world, config, layout)
+
+
+def _in_turn(choose: Any) -> Any:
+    def in_turn(scores_STE: Tensor, gate: gates.Gate, bias_E: Tensor | None = None) -> Tensor:
+        chosen: Tensor = choose(scores_STE, gate, bias_E)
+        with _disable_current_modes(), torch.no_grad():
+            first = gate.chosen * torch.arange(chosen.shape[1])[:, None]
+            turns = (first + torch.arange(gate.chosen)) % gate.experts
+            return chosen.zero_().scatter_(-1, turns.expand(len(chosen), -1, -1), True)
+
+    return in_turn
 
 
 def _unseen(of_carrier: Any) -> Any:

@@ -34,9 +34,16 @@ def test_a_person_is_shown_memory_words_actions_and_what_to_do_next(shoal: Shoal
 def test_a_script_gets_the_keys_that_it_relies_on(shoal: Shoal) -> None:
     said = json.loads(shoal("dryrun", "runs/tiny.toml", "--layout", "dp=2", "--rank", 1, "--json", *SMALL).out)
     assert {"peak_bytes", "collectives", "actions"} <= said.keys()
+    assert said["even_load"] is False
     assert said["actions"] == ["F0.0", "B0.0", "R0", "N", "U"]
     (gradients,) = (one for one in said["collectives"] if one["purpose"] == "gradients")
     assert gradients["bytes"] == 8 * gradients["words"]
+
+
+def test_what_is_taken_for_granted_about_experts_is_said(shoal: Shoal) -> None:
+    run = ("dryrun", "runs/tiny-moe.toml", "--layout", "dp=2,ep=2", *SMALL)
+    assert "as many tokens for each expert" in " ".join(shoal(*run).out.split())
+    assert json.loads(shoal(*run, "--json").out)["even_load"] is True
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,10 @@ def dryrun(
     plan = fit(config, plan, world or fewest(plan))
     check(plan, rank)
     if not json:
+        taken = ", random samples, and as many tokens for each expert" * (config.model.experts > 0)
         console.print(
-            f"rank {rank:,} of {plan.ranks:,} of {escape(config.run.name)}, dry: its code on tensors without memory, "
-            "and random samples"
+            f"rank {rank:,} of {plan.ranks:,} of {escape(config.run.name)}, dry: its code on tensors without memory"
+            f"{taken or ', and random samples'}"
         )
     start = time.monotonic()
     with progress_bar(quiet=json) as progress:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shoal.comm.world import Group
 from shoal.expert.exchange import Trip, arrive, depart, give_back
+from shoal.model.choice import Choice
 from shoal.model.grouped import expert_outputs
 from shoal.model.routed import Experts, combine
 
@@ -26,10 +27,10 @@ class DispatchedExperts(nn.Module):
         self.group, self.parts = group, parts
 
     def forward(
-        self, rows_NH: Tensor, kept_NE: Tensor, weights_NE: Tensor, meanwhile: Callable[[], Tensor | None]
+        self, rows_NH: Tensor, choice: Choice, weights_NE: Tensor, meanwhile: Callable[[], Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
         """As :class:`~shoal.model.routed.Experts`, of the tokens of this rank."""
-        trip = Trip.of(kept_NE, self.group, self.parts)
+        trip = Trip.of(choice, self.group, self.parts)
         sent = depart(rows_NH, trip)
         beside = meanwhile()
         rows_MH = arrive(sent, trip)

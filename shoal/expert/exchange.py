@@ -29,8 +29,9 @@ from torch.autograd.function import once_differentiable
 from shoal.comm.collectives import Pending, start_all_gather, start_exchange
 from shoal.comm.world import Group
 from shoal.meter import mark
+from shoal.model.choice import Choice
 from shoal.model.routed import add_rows
-from shoal.purposes import COMMUNICATION
+from shoal.purposes import ACTIVATIONS, COMMUNICATION
 
 PURPOSE = "experts"
 
@@ -55,13 +56,13 @@ class Trip:
     coming: tuple[Tensor, Pending] | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, kept_NE: Tensor, group: Group, parts: int) -> Trip:
-        """That of tokens of which those in ``kept`` go to experts, which lie in order over the ranks of ``group``; of
-        each of them ``parts`` neighbours have a part."""
+    def of(cls, choice: Choice, group: Group, parts: int) -> Trip:
+        """That of the tokens of a ``choice`` among experts that lie in order over the ranks of ``group``; of each of
+        them ``parts`` neighbours have a part."""
         sources, mine = group.size // parts, group.index // parts
-        own = kept_NE.shape[1] // sources
-        table = _everyones_counts(kept_NE.sum(0), group)
-        experts, tokens = kept_NE.t().nonzero(as_tuple=True)
+        table = _everyones_counts(choice.counts(), group)
+        own = len(table[group.index]) // sources
+        tokens, experts = choice.pairs()
         ends = [0, *accumulate(table[group.index])]
         segments = [(ends[at * own], ends[(at + 1) * own]) for at in range(sources)]
         leaving = [segments[rank // parts] for rank in range(group.size) if rank != group.index]
@@ -77,7 +78,7 @@ class Trip:
             given,
             taken,
             [sum(each) for each in zip(*here, strict=True)],
-            _by_expert(here, group.index).to(kept_NE.device) if own > 1 and group.size > 1 else None,
+            _by_expert(here, group.index).to(tokens.device) if own > 1 and group.size > 1 else None,
         )
 
     def start(self, rows_NH: Tensor, tokens: Tensor | None) -> None:
@@ -182,7 +183,9 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sent: Tensor, trip: Trip) -> Tensor:
         ctx.trip = trip
-        return trip.arrived()
+        rows = trip.arrived()
+        mark(ACTIVATIONS, rows)
+        return rows
 
     @staticmethod
     @once_differentiable
@@ -196,7 +199,9 @@ class _GiveBack(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, trip: Trip) -> Tensor:
         ctx.trip = trip
         trip.start_back(rows)
-        return trip.returned()
+        made = trip.returned()
+        mark(ACTIVATIONS, made)
+        return made
 
     @staticmethod
     @once_differentiable

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from shoal.config import Model as Shape
 from shoal.model import gates
 from shoal.model.activations import Activation
+from shoal.model.choice import Choice
 from shoal.model.context import Context
 from shoal.model.gates import Gate
 from shoal.model.grouped import expert_outputs
@@ -125,12 +126,12 @@ class Experts(nn.Module):
         self.down = Stack(shape.experts, shape.expert_width, shape.hidden)
 
     def forward(
-        self, rows_NH: Tensor, kept_NE: Tensor, weights_NE: Tensor, meanwhile: Callable[[], Tensor | None]
+        self, rows_NH: Tensor, choice: Choice, weights_NE: Tensor, meanwhile: Callable[[], Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
-        """Σ_e weight_e · expert_e of the ``rows``, over the experts ``kept`` of each; and what is made ``meanwhile``,
+        """Σ_e weight_e · expert_e of the ``rows``, over the experts chosen for each; and what is made ``meanwhile``,
         while tokens are on their way."""
-        experts, tokens = kept_NE.t().nonzero(as_tuple=True)
-        counts = kept_NE.sum(0).tolist()
+        tokens, experts = choice.pairs()
+        counts = choice.counts().tolist()
         made = expert_outputs(
             rows_NH.index_select(0, tokens), self.gate_up.weight, self.down.weight, counts, self.activation
         )
@@ -186,14 +187,17 @@ class Routed(nn.Module):
             scores_STE = taken.of_all(scores_NE)
             chosen_STE = gates.choose(scores_STE, gate, self.router.balance)
             chosen_NE, kept_NE = taken.of_own(chosen_STE), taken.of_own(gates.keep(chosen_STE, gate))
+            length = scores_STE.shape[1]
         else:
             chosen_NE = kept_NE = gates.choose(scores_NE[None], gate, self.router.balance)[0]
+            length = len(scores_NE)
         weights_NE = gates.weigh(scores_NE, chosen_NE, gate)
         if losses:
             loss = self._losses(scores_STE, chosen_STE, taken)
             weights_NE = ctx.beside.charge(self.name, weights_NE, loss, taken.sharers)
         ctx.beside.note(self.name, chosen_NE, kept_NE)
-        y_NH, shared_BTH = self.experts(rows_NH, kept_NE, weights_NE, lambda: self.shared and self.shared(x_BTH))
+        choice = Choice(kept_NE, gate.even_share(length))
+        y_NH, shared_BTH = self.experts(rows_NH, choice, weights_NE, lambda: self.shared and self.shared(x_BTH))
         y_BTH = taken.give_back(y_NH)
         return y_BTH if shared_BTH is None else y_BTH + shared_BTH
 

@@ -50,7 +50,8 @@ def _silent(*_: object) -> None:
 @dataclass(frozen=True)
 class DryRun:
     """What the step number ``step``, counted from 1, of rank ``rank`` takes under ``layout``, its layout in one line:
-    ``memory`` on the device, ``received`` from other ranks, and the ``actions`` of its Program."""
+    ``memory`` on the device, ``received`` from other ranks, and the ``actions`` of its Program. ``even_load`` where the
+    model has experts, which are taken to have as many tokens each."""
 
     layout: str
     world: int
@@ -59,6 +60,7 @@ class DryRun:
     memory: RankMemory
     received: tuple[Entry, ...]
     actions: tuple[Act, ...]
+    even_load: bool = False
 
     @property
     def peak_bytes(self) -> int:
@@ -71,6 +73,7 @@ class DryRun:
             "world": self.world,
             "rank": self.rank,
             "step": self.step,
+            "even_load": self.even_load,
             "peak_bytes": self.peak_bytes,
             "memory": self.memory.as_json(),
             "collectives": [entry._asdict() for entry in self.received],
@@ -107,7 +110,8 @@ def dryrun(config: Config, layout: Layout, rank: int, seen: Progress = _silent) 
         assert metering.found is not None, "the last step was measured"
         actions = tuple(event.act for run in engine.recorder.runs for event in run)
         entries = tuple(entry for entry in world.ledger.entries() if entry.purpose not in _OF_THE_FIRST)
-        return DryRun(str(engine.layout), layout.ranks, rank, steps, metering.found, entries, actions)
+        even_load = config.model.experts > 0
+        return DryRun(str(engine.layout), layout.ranks, rank, steps, metering.found, entries, actions, even_load)
 
 
 def steps_of(layout: Layout) -> int:

@@ -12,6 +12,7 @@ from shoal.config import Config, load
 from shoal.engine import Engine
 from shoal.errors import LayoutError
 from shoal.layout import Layout
+from shoal.model.choice import Choice
 from shoal.train.pool import Pool
 from shoal.train.setup import make_engine, make_model, materialise_alone, open_data
 from shoal.train.verify import Report, verify
@@ -54,9 +55,9 @@ def words_moved(world: World, config: Config, layout: Layout) -> tuple[float, in
 
     of = exchange.Trip.of.__func__  # type: ignore[attr-defined]
 
-    def counted(cls: type[exchange.Trip], kept_NE: torch.Tensor, group: object, parts: int) -> exchange.Trip:
+    def counted(cls: type[exchange.Trip], choice: Choice, group: object, parts: int) -> exchange.Trip:
         nonlocal leave, stay
-        trip: exchange.Trip = of(cls, kept_NE, group, parts)
+        trip: exchange.Trip = of(cls, choice, group, parts)
         leave += sum(trip.given)
         stay += len(trip.tokens) - sum(trip.given)
         return trip

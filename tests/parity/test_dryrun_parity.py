@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from dry_ranks import as_real, measured, whole
+from dry_ranks import as_real, evenly, measured, whole
 
 from shoal.config import load
 from shoal.layout import Layout
@@ -39,6 +39,11 @@ EXACT = (
     "dp=2,zero=3,offload=params:cpu+optimizer:cpu@0.5",
     "dp=2,zero=2,offload=grads:cpu+optimizer:cpu",
     "pp=2,mb=2,offload=activations:cpu@0.5",
+    "cp=2",
+    "cp=2:ulysses",
+    "dp=2,cp=2:gather,zero=1",
+    "cp=2,tp=2:1d-sp,mb=2",
+    "cp=4:2x2",
 )
 CLOSE = ("tp=4:2d", "tp=4:1x2x2", "dp=2,zero=3{gather=int8;reduce=int8}")
 """Whose peaks shared memory sees at another moment, when categories are others, or which it works in itself."""
@@ -52,6 +57,31 @@ def test_every_rank_takes_what_it_takes_among_others(pool: Pool, line: str) -> N
     real = pool.run(measured, config, layout, ranks=layout.ranks)
     for rank, each in enumerate(real):
         as_real(dryrun(config, layout, rank), *each, rel=0.03 if line in CLOSE else 0.0)
+
+
+WITH_EXPERTS = (
+    ("dp=2,ep=2,mb=2,zero=1,dtype=bf16", "model.gate=sigmoid", "model.gate_groups=4", "model.gate_top_groups=2"),
+    ("dp=2,ep=2", "model.gate=expert-choice"),
+    ("dp=2,ep=2", "model.capacity=0.5"),
+    ("tp=2,ep=2",),
+    ("dp=2,cp=2,ep=2",),
+    ("dp=2,cp=2:ulysses,ep=4",),
+    ("dp=2,pp=2:zb-v,ep=2,mb=4",),
+    ("tp=2:1d-sp,etp=2",),
+)
+"""Of these the last has two moments at which it holds almost as much, of other categories."""
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("settings", WITH_EXPERTS, ids=" ".join)
+def test_with_experts_every_rank_takes_what_it_takes_when_load_is_even(pool: Pool, settings: tuple[str, ...]) -> None:
+    line, *more = settings
+    sizes = ("model.layers=4", "model.hidden=32", "model.expert_ffn=24", "model.vocab=67", "data.seq_len=16")
+    config, plan = load(RUN.with_name("tiny-moe.toml"), (*sizes, *more)), Layout.parse(line)
+    layout = fit(config, plan, plan.ranks)
+    real = pool.run(evenly, config, layout, ranks=layout.ranks)
+    for rank, each in enumerate(real):
+        as_real(dryrun(config, layout, rank), *each, rel=0.05 if "etp" in line else 0.0)
 
 
 @pytest.mark.parity

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from dry_ranks import as_real, measured
+from dry_ranks import as_real, evenly, measured
 
 from shoal.config import Config, load
 from shoal.errors import LayoutError
@@ -24,12 +24,44 @@ def read(line: str, *more: str) -> tuple[Config, Layout]:
     return config, fit(config, plan, plan.ranks)
 
 
-@pytest.mark.parametrize("line", ["dp=2,zero=1,mb=2", "dp=2,tp=2:1d-sp,zero=3,dtype=bf16", "dp=2,pp=2,mb=2"])
+@pytest.mark.parametrize("line", ["dp=2,zero=1,mb=2", "dp=2,tp=2:1d-sp,zero=3,dtype=bf16", "dp=2,pp=2,mb=2", "cp=2"])
 def test_a_rank_alone_takes_what_it_takes_among_others(pool: Pool, line: str) -> None:
     config, layout = read(line)
     real = pool.run(measured, config, layout, ranks=layout.ranks)
     for rank in (0, layout.ranks - 1):
         as_real(dryrun(config, layout, rank), *real[rank])
+
+
+WITH_EXPERTS = (
+    "model.hidden=32", "model.experts=4", "model.experts_per_token=2", "model.expert_ffn=20", "model.gate=softmax",
+    "model.shared_experts=1", "model.balance_loss=0.05",
+)  # fmt: skip
+
+
+def test_with_experts_a_rank_alone_takes_what_it_takes_when_load_is_even(pool: Pool) -> None:
+    config, layout = read("dp=2,ep=2", *WITH_EXPERTS)
+    even, uneven = (pool.run(kind, config, layout, ranks=2) for kind in (evenly, measured))
+    for rank in range(2):
+        found = dryrun(config, layout, rank)
+        assert found.even_load
+        as_real(found, *even[rank])
+        _, received, _ = uneven[rank]
+        assert [one for one in found.received if one.purpose != "experts"] == [
+            one for one in received if one.purpose != "experts"
+        ]
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(32, 1), (16, 2)])
+def test_what_is_exchanged_for_experts_is_what_even_load_makes_of_it(ep: int, etp: int) -> None:
+    """There and back, in both passes: 4·k·N·h words a layer, to each part of an expert, but for those that stay."""
+    hidden, layers, k, samples, length, mb = 32, 2, 2, 512, 8, 2
+    config, layout = read(
+        f"dp=64,ep={ep},etp={etp},mb={mb}", *WITH_EXPERTS, f"data.batch={samples}", "model.experts=32"
+    )
+    (found,) = (one for one in dryrun(config, layout, rank=37).received if one.purpose == "experts")
+    pairs = k * samples * length // layout.dp
+    assert found.words == 4 * layers * hidden * (etp * pairs - pairs // ep)
+    assert found.calls == 4 * layers * mb
 
 
 def test_a_rank_of_two_thousand_differs_from_one_of_few_by_what_its_replicas_exchange() -> None:

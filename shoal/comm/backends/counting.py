@@ -1,8 +1,8 @@
 """Nobody: one rank of a group by itself, whose collectives move nothing and are over at once.
 
 What would come from others has no values. Floating-point tensors are not asked for theirs, where all of them only stand
-in for some. Whole numbers that all ranks agree on are taken to be this rank's own; what another rank alone would
-:data:`Tell` (the form of what its stage hands over) somebody else must know.
+in for some. What has values, such as how many rows each rank has for an expert, is taken to be on all ranks as on this
+one; what another rank alone would :data:`Tell` (the form of what its stage hands over) somebody else must know.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from shoal.comm.backends import Reduction, Work
+from shoal.storage import stands_in
 
 Tell = Callable[[Tensor], None]
 """Is given whole numbers: those that are sent, or those to fill in for what would be received."""
@@ -36,6 +37,9 @@ class Counting:
         return _OVER
 
     def all_gather(self, parts: Sequence[Tensor], own: Tensor | None = None) -> Work:
+        if own is not None and not stands_in(own):
+            for part in parts:
+                part.copy_(own.view(-1))
         return _OVER
 
     def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor]) -> Work:

@@ -18,6 +18,8 @@ from torch import Tensor
 from shoal.comm.backends import JOIN, Reduction, Work
 from shoal.comm.backends.links import Address, Links, Posted
 from shoal.comm.backends.parcel import Loan, Parcel, Piece
+from shoal.meter import mark
+from shoal.purposes import COMMUNICATION
 
 _NOTHING = np.empty(0, dtype=np.uint8)
 _SMALL = 128 << 10
@@ -210,7 +212,9 @@ class _Sum:
 
     def _add_up(self, parcels: Mapping[int, Piece], first: int, last: int) -> None:
         own, out = self._own[first:last], self._out[first:last]
-        terms = {rank: torch.from_numpy(parcel.data).view(out.dtype) for rank, parcel in parcels.items()}
+        received = {rank: torch.from_numpy(parcel.data) for rank, parcel in parcels.items()}
+        mark(COMMUNICATION, *received.values())
+        terms = {rank: term.view(out.dtype) for rank, term in received.items()}
         one, other, *rest = (term for _, term in sorted({**terms, self._links.rank: own}.items(), key=itemgetter(0)))
         # `out` may be this rank's own term, and is not to be written to before that has been added.
         in_place = not rest or (self._exact == out.dtype and (one is own or other is own))
