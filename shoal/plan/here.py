@@ -33,6 +33,8 @@ FITTED: Mapping[str, float] = {
     "context.hop": 0.7,
 }
 """Constants that steps decide, and how far they may be expected from the benchmarks: the logarithm of a factor."""
+_LARGE = 1 << 20
+"""Bytes of a message whose time is mostly that of its bytes."""
 _NOISE = 0.1
 """What a measured step may be off by, likewise."""
 
@@ -188,7 +190,7 @@ def _ramp(speeds: Speeds) -> tuple[float, float]:
 
 
 def _link(messages: Sequence[Message], cores: int) -> tuple[float, float]:
-    """(bytes a second, latency) of a rank in a ring: the largest gather, and the smallest."""
+    """(bytes a second, latency) of a rank in a ring: of large gathers, and of the smallest."""
     rates, latencies = [], []
     gathers = [one for one in messages if one.kind in ("all_gather", "reduce_scatter")]
     for ranks in {one.ranks for one in gathers}:
@@ -196,8 +198,10 @@ def _link(messages: Sequence[Message], cores: int) -> tuple[float, float]:
         alone = min(1.0, cores / ranks)
         for kind in ("all_gather", "reduce_scatter"):
             times = sorted((one.amount, one.seconds * alone) for one in mine if one.kind == kind)
-            rates.append(times[-1][0] * (ranks - 1) / ranks / times[-1][1])
-            latencies.append(times[0][1])
+            (least, start), larger = times[0], [one for one in times if one[0] >= _LARGE] or times[-1:]
+            # The best of the large ones: the longer one takes, the surer it is to be interrupted.
+            rates.append(max((amount - least) * (ranks - 1) / ranks / (s - start) for amount, s in larger if s > start))
+            latencies.append(start)
     return median(rates), median(latencies)
 
 

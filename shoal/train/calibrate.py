@@ -41,8 +41,9 @@ MOVED = 1 << 22
 MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 """Bytes of the whole tensor."""
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
-_ROUNDS = 40
-"""Of a message: while others are at work, few of them are not interrupted."""
+_ROUNDS, _LEAST, _LONG_S = 40, 6, 0.2
+"""Of a message, at most and at least, and after how many seconds no more: while others are at work, few of them are not
+interrupted. All ranks count the same seconds."""
 _SHORT_S = 0.004
 """What one timing takes at least: short ones are repeated within it."""
 
@@ -191,14 +192,16 @@ def measure_messages(world: World) -> list[Messages]:
         times = []
         for amount in MESSAGES:
             full = torch.zeros(amount // 4)
-            other, best = torch.empty_like(full), float("inf")
-            for _ in range(_ROUNDS if amount <= 1 << 20 else _ROUNDS // 4):
+            other, best, total = torch.empty_like(full), float("inf"), 0.0
+            for round_ in range(_ROUNDS):
+                if round_ >= _LEAST and total > _LONG_S:
+                    break
                 barrier(group)
                 started = time.perf_counter()
                 call(kind, full, other)
                 spent = torch.tensor([time.perf_counter() - started])
                 all_reduce(spent, group, "calibration", "max")
-                best = min(best, float(spent))
+                best, total = min(best, float(spent)), total + float(spent)
             times.append(best)
         found.append(Messages(kind, size, tuple(times)))
     return found
