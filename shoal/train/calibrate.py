@@ -101,12 +101,14 @@ def measure(cores: int, steps: Sequence[tuple[Config, Layout]], seen: Progress) 
         # As many at once as there are cores, since they share memory.
         with Pool(max(1, min(4, cores // threads)), threads=threads) as pool:
             seen_by = pool.run(measure_device, dtype, threads)
-            devices[dtype, threads] = Device(
+            found = Device(
                 tuple(median(times) for times in zip(*(one.products for one in seen_by), strict=True)),
                 tuple(median(times) for times in zip(*(one.attention for one in seen_by), strict=True)),
                 median(one.moved for one in seen_by),
                 median(one.started for one in seen_by),
             )
+        # Timed by the clock, several threads seem slower than one while others are at work. They are not.
+        devices[dtype, threads] = faster(found, devices.get((dtype, 1), found))
     messages = list[Messages]()
     with Pool(4) as pool:
         for ranks in (2, 4):
@@ -119,6 +121,16 @@ def measure(cores: int, steps: Sequence[tuple[Config, Layout]], seen: Progress) 
             tried.append(Steps(config, layout, trial(config, layout, pool)))
     seen("steps", total, total)
     return Measured(devices, tuple(messages), tuple(tried))
+
+
+def faster(one: Device, other: Device) -> Device:
+    """The shorter time of each."""
+    return Device(
+        tuple(map(min, one.products, other.products)),
+        tuple(map(min, one.attention, other.attention)),
+        min(one.moved, other.moved),
+        min(one.started, other.started),
+    )
 
 
 def measure_device(world: World, dtype: str, threads: int) -> Device:
