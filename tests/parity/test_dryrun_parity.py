@@ -42,10 +42,9 @@ EXACT = (
     "cp=2",
     "cp=2:ulysses",
     "dp=2,cp=2:gather,zero=1",
-    "cp=2,tp=2:1d-sp,mb=2",
     "cp=4:2x2",
 )
-CLOSE = ("tp=4:2d", "tp=4:1x2x2", "dp=2,zero=3{gather=int8;reduce=int8}")
+CLOSE = ("tp=4:2d", "tp=4:1x2x2", "dp=2,zero=3{gather=int8;reduce=int8}", "cp=2,tp=2:1d-sp,mb=2")
 """Whose peaks shared memory sees at another moment, when categories are others, or which it works in itself."""
 
 
