@@ -174,6 +174,9 @@ def _with_experts(layout: Layout, roles: RoleTable, tensor: Interpreter) -> Inte
     """Around the ``tensor`` interpreter, where there are experts, one that answers for them."""
     experts = max((role.experts for role in roles.values()), default=0)
     if not experts:
+        for key, ranks in (("ep", layout.ep), ("etp", layout.etp)):
+            if ranks > 1:
+                raise LayoutError(setting(f"layout.{key}", ranks, "the model has no experts", f"use {key}=1"))
         return tensor
     axes = tuple((name, size) for name, size in layout.axes if name != "pp")
     stream = Stream(context=("cp",))

@@ -245,6 +245,8 @@ def refuses(world: World, name: str, line: str) -> str:
         ("mlp", "pp=2", "layout.pp = 2: 2 stages are more than the model's 1 layers; give Engine an example=batch, or"),
         ("chain", "pp=2{layers=4/3}", "layout.pp layers = 4/3: the model has 8 blocks for 2 stages; use 2 numbers"),
         ("chain", "cp=2", "layout.cp = 2: the module has no role table that tells where attention is; use cp=1"),
+        ("chain", "dp=2,ep=2", "layout.ep = 2: the model has no experts; use ep=1"),
+        ("chain", "dp=2,etp=2", "layout.etp = 2: the model has no experts; use etp=1"),
     ],
 )
 def test_a_module_that_a_layout_does_not_fit_is_refused_on_every_rank(

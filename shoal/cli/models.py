@@ -62,7 +62,8 @@ def import_folder(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="the new folder")],
     json: JsonOption = False,
 ) -> None:
-    """Make a checkpoint and a run file of a Hugging Face model: Llama, Mistral, Qwen 2 and 3, Gemma, GPT-2.
+    """Make a checkpoint and a run file of a Hugging Face model: Llama, Mistral, Qwen 2 and 3, Gemma, GPT-2,
+    Mixtral, Qwen 3 MoE, OLMoE, DeepSeek V2 and V3.
 
     Example: shoal import SmolLM2-135M out/smollm2
     """
