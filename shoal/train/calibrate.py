@@ -95,7 +95,7 @@ def measure(cores: int, steps: Sequence[tuple[Config, Layout]], seen: Progress) 
         seen(what, done, total)
         done += 1
 
-    devices: dict[tuple[str, int], Device] = {}
+    devices = dict[tuple[str, int], Device]()
     for dtype, threads in asked:
         tell("devices")
         # As many at once as there are cores, since they share memory.
