@@ -65,9 +65,9 @@ def measure(
         batch = source.batch(step, engine.mesh.coords["dp"], engine.layout.dp)
         with metering.around(step), other, other.phase(f"step {step}"):
             engine.step(batch)
-    assert metering._found is not None
+    assert metering.found is not None
     lying[PARAMETERS], lying[STATES] = weights_and_states(engine)
-    return {"memory": metering._found, "peak": other.peak(f"step {steps - 1}"), "lying": lying}
+    return {"memory": metering.found, "peak": other.peak(f"step {steps - 1}"), "lying": lying}
 
 
 def weights_and_states(engine: Engine) -> tuple[int, int]:
@@ -118,8 +118,9 @@ def test_categories_are_what_the_engine_has_and_totals_what_another_meter_counts
         if layout.stages == 1:  # else some stage is done while others have passes to make
             assert found["memory"].phases[UPDATE].device.get(ACTIVATIONS, 0) < SMALL
         if layout.zero == 3:
-            assert found["memory"].phases[BACKWARD].device[COMMUNICATION] > 0
-            assert COMMUNICATION not in found["memory"].phases[UPDATE].device
+            # No whole parameters in the update, only what a neighbour lends for the sum of a gradient.
+            backward, update = (found["memory"].phases[phase].device for phase in (BACKWARD, UPDATE))
+            assert backward[COMMUNICATION] > update.get(COMMUNICATION, 0)
 
 
 @pytest.mark.parametrize("wrong", [GRADIENTS, PARAMETERS, ACTIVATIONS])
