@@ -15,6 +15,7 @@ from rich.style import Style
 from shoal.errors import ConfigError, setting
 from shoal.report.lanes import checked_path, write
 from shoal.report.svg import MUTED, Canvas, oklch, text_width
+from shoal.report.wording import counted
 
 METRICS = "metrics.jsonl"
 _HIGH = 2.0
@@ -60,7 +61,15 @@ class ExpertLoads:
     def headline(self) -> str:
         first, last = self.steps[0], self.steps[-1]
         most = max(map(self.largest, self.loads))
-        return f"load of experts, steps {first} to {last}: at most {most:.2f} of an even share"
+        return f"load of experts, steps {first} to {last}: in the last {self.last} at most {most:.2f} of an even share"
+
+    @property
+    def last(self) -> int:
+        """How many steps are the last ones."""
+        return min(_LAST, len(self.steps))
+
+    def words(self, layer: str) -> str:
+        return f"{layer}: the largest {self.largest(layer):.2f}, the mean of the last {counted(self.last, 'step')}"
 
 
 def read_loads(run: Path) -> ExpertLoads:
@@ -93,8 +102,9 @@ def _over_an_even_share(tokens: list[int]) -> list[float]:
 
 def load_report(seen: ExpertLoads) -> RenderableType:
     """Everything that ``shoal report --experts`` prints."""
-    dropped = f"; {seen.dropped:.1%} of the tokens dropped" if seen.dropped else ""
-    words = f"a row an expert, time to the right; in the last {min(_LAST, len(seen.steps))} steps{dropped}"
+    dropped = f"; in the last {seen.last} steps {seen.dropped:.1%} of the tokens dropped" if seen.dropped else ""
+    shades = f"from nothing ({_SHADES[0]}) to {_HIGH:g} times an even share and more ({_SHADES[-1]}, or dark)"
+    words = f"a row an expert, time to the right, {shades}{dropped}"
     return Group(f"[bold]{escape(seen.headline)}[/]", f"[dim]{escape(words)}[/]", "", Cells(seen))
 
 
@@ -107,7 +117,7 @@ class Cells:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         seen, plain = self._seen, console.color_system is None or console.no_color
         for layer in seen.loads:
-            yield Segment(f"{layer}: the largest {seen.largest(layer):.2f}\n")
+            yield Segment(f"{seen.words(layer)}\n")
             for expert, row in enumerate(seen.cells(layer, max(options.max_width - 8, 8))):
                 yield Segment(f"{expert:>5}  ", Style(dim=True))
                 for load in row:
@@ -137,7 +147,7 @@ def loads_svg(seen: ExpertLoads) -> str:
     left = _MARGIN + 16 + text_width("000", 10)
     for layer in seen.loads:
         y += _GAP + 12
-        canvas.text(_MARGIN, y, f"{layer}: the largest {seen.largest(layer):.2f}", 12, bold=True)
+        canvas.text(_MARGIN, y, seen.words(layer), 12, bold=True)
         y += 8
         for expert, row in enumerate(seen.cells(layer, _WIDTH // 2)):
             canvas.text(left - 6, y + _CELL - 3, str(expert), 10, colour=MUTED, anchor="end")
