@@ -57,7 +57,7 @@ def all_reduce(tensor: Tensor, group: Group, purpose: str, reduction: Reduction 
 
 def start_all_gather(out: Tensor, part: Tensor, group: Group, purpose: str) -> Pending:
     """Begin to collect every rank's ``part`` (contiguous, of one size on all ranks) in ``out``, flat, in the group's
-    order. ``part`` may be this rank's own slice of ``out``."""
+    order. ``part`` may be this rank's own slice of ``out``; others may read it until the wait is over."""
     parts = _parts(out, part, group)
     own = parts[group.index]
     if not same_place(own, part):

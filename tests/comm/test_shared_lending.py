@@ -91,8 +91,8 @@ def hasty(world: World, mapped: bool) -> list[float]:
         whole = torch.empty(LONG * world.size * world.size)
         if world.rank == world.size - 1:
             time.sleep(0.1)
-        for what in (start_all_gather(whole, mine, world.everyone, "x"), start_all_reduce(mine, world.everyone, "x")):
-            what.wait()
+        start_all_gather(whole, mine, world.everyone, "x").wait()
+        start_all_reduce(mine, world.everyone, "x").wait()
         total = mine[-1].item()
         mine.fill_(-100.0)
         barrier(world.everyone)

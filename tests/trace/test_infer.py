@@ -27,7 +27,12 @@ def of(module: nn.Module, inputs: Tensor) -> Inferred:
     return infer(capture(module, inputs))
 
 
-@pytest.mark.parametrize("name", MODULES)
+SLOW = ("vit", "encoder")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.parity) if name in SLOW else name for name in MODULES]
+)
 def test_roles_are_those_that_a_person_would_write(name: str) -> None:
     found, module = inferred(name), build(name)
     for owner in {one.rpartition(".")[0] for one, _ in module.named_parameters(remove_duplicate=False)}:
@@ -196,7 +201,15 @@ def test_what_a_graph_would_not_tell_is_refused(module: type[nn.Module], why: st
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"), [("mlp", 4), ("vit", 6), ("encoder", 2), ("odd", 7), ("llama", 5), ("gpt2", 6)]
+    ("name", "layers"),
+    [
+        ("mlp", 4),
+        pytest.param("vit", 6, marks=pytest.mark.parity),
+        pytest.param("encoder", 2, marks=pytest.mark.parity),
+        ("odd", 7),
+        ("llama", 5),
+        ("gpt2", 6),
+    ],
 )
 def test_layers_are_cut_between_blocks_and_compute_what_the_module_does(name: str, layers: int) -> None:
     module, batch = build(name), batches(name, 1, 6)[0]
