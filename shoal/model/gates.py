@@ -86,6 +86,8 @@ class Gate:
 
     def even_share(self, length: int) -> Fraction:
         """Which part of the tokens of sequences of ``length`` goes to each expert where all are given as many."""
+        if self.capacity is None and self.kind != "expert-choice":
+            return Fraction(self.chosen, self.experts)
         places = Fraction(self.places(length), length)
         return places if self.kind == "expert-choice" else min(places, Fraction(self.chosen, self.experts))
 

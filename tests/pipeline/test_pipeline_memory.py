@@ -45,7 +45,7 @@ class Doubles(nn.Module):
 class ByMaker(Meter):
     """What has been made in forward passes is an activation, even when it has been sent; what has come is none."""
 
-    def _move(self, held: Any, category: str) -> None:
+    def _move(self, held: Any, category: str, part: Any) -> None:
         pass
 
 
