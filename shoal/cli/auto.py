@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _GIB = 2**30
 _SAFE = 0.97
 """Of a budget, what a dry run's peak may come to."""
+_UNEVEN = 0.8
+"""Likewise with experts: dry, each has as many tokens, and of real ones a favourite has more."""
 _SHARES = (1.0, 0.6, 0.35, 2.0)
 """Of a budget, what plans are looked for in, one after the other, until one fits: the planner's formulas may be off by
 more than a small model's memory."""
@@ -142,7 +144,8 @@ def _first_that_fits(config: Config, plan: Layout, within: Callable[[float], Sea
     from shoal.plan.layouts import split_of
 
     too_large: list[tuple[Layout, int]] = []
-    limit = round(_SAFE * budget * _GIB)
+    safe = _UNEVEN if config.model.experts else _SAFE
+    limit = round(safe * budget * _GIB)
 
     def fits(layout: Layout) -> int | None:
         """The layout's peak, if it fits and was not seen before."""
@@ -174,7 +177,7 @@ def _first_that_fits(config: Config, plan: Layout, within: Callable[[float], Sea
     least, _ = min(too_large, key=lambda pair: pair[1])
     peak = peak_of(config, least)
     problem = f"none of {len(too_large)} layouts for it fits: {least} needs {size_text(peak)}"
-    legal = f"use {ceil(peak / _SAFE / _GIB * 10**4) / 10**4:g} or more, or more ranks"
+    legal = f"use {ceil(peak / safe / _GIB * 10**4) / 10**4:g} or more, or more ranks"
     raise ConfigError(setting("memory.budget_gib", given if given is not None else f"{budget:.3g}", problem, legal))
 
 
