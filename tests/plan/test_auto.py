@@ -31,6 +31,7 @@ def run(*more: str) -> Config:
     return load(RUN, (*SMALL, *more))
 
 
+@pytest.mark.parity
 def test_the_choice_fits_the_world_and_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     free = chosen(run(), Layout(auto=True), 2, quiet=True)
     assert free.ranks == 2
